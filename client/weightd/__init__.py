@@ -74,7 +74,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
-    """Import the asyncio client on first use: asyncio takes time and memory to import."""
+    """Import the asyncio client on the first access to it, because importing asyncio takes time and memory."""
     if name in ("AsyncClient", "WrongLoop"):
         from weightd import aio, aio_transport  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""Daemon addresses, connecting to unix sockets, and the CURVE keys for TCP."""
+"""Parses daemon addresses, connects Unix sockets to a daemon, and reads the CURVE keys for TCP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
 _UNIX_SUFFIX = endpoints.unix_path(_IPC_SCHEME)
 
 EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {endpoints.TCP_ADDRESS_FORM}"
-"""The forms of an address that `parse_address` accepts, for error texts."""
+"""The accepted forms of a daemon address. Error texts list them."""
 
 
 class Address(NamedTuple):
@@ -29,8 +29,8 @@ class Address(NamedTuple):
 
     Attributes:
         text: the address as given.
-        unix_path: the path of the unix socket; "" if it must not be used.
-        zmq_address: the ZeroMQ address; "" if ZeroMQ must not be used.
+        unix_path: the path of the daemon's Unix socket; "" if the client must not use the Unix socket.
+        zmq_address: the address of the daemon's ZeroMQ socket; "" if the client must not use ZeroMQ.
     """
 
     text: str
@@ -39,11 +39,11 @@ class Address(NamedTuple):
 
 
 class NoDaemon(Unavailable):
-    """No process listens at an address.
+    """No process listens on the Unix socket at `path`.
 
     Args:
-        path: the path of the socket.
-        reason: why the path has no listener.
+        path: the path of the Unix socket.
+        reason: why the connection failed, such as "there is no socket".
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -53,13 +53,13 @@ class NoDaemon(Unavailable):
 
 
 def no_daemon_error(failures: Sequence[NoDaemon]) -> Unavailable:
-    """Return the error of a client that has tried several addresses. The text lists all of them."""
+    """Return an error that lists every address the client has tried, with the reason of each failure."""
     tried = ", and none ".join(f"at {each.path}: {each.reason}" for each in failures)
     return Unavailable(f"no daemon {tried}; {_START_HINT}")
 
 
 def parse_address(address: str) -> Address:
-    """Parse an address. Without a scheme, it stands for both transports.
+    """Parse an address. /PATH, without a scheme, allows both transports: the Unix socket and ZeroMQ.
 
     Raises:
         InvalidArgument: `address` is not a valid address.
@@ -81,10 +81,13 @@ def parse_address(address: str) -> Address:
 
 
 def default_addresses() -> List[str]:
-    """Return the addresses that a client tries if none was given. The first one with a listener is used.
+    """Return the addresses that a client without a given address tries in turn.
 
-    This is $WEIGHTD_SOCKET alone if it is set, otherwise the address of this user's daemon and then of the system's.
-    Whether a socket file exists does not matter: a killed daemon leaves its file behind.
+    The client uses the first one that answers.
+
+    The result is $WEIGHTD_SOCKET alone if this variable is set. Otherwise it is the address of the daemon that this
+    user runs, followed by the address of the system's daemon. An address is listed even if no socket file exists there,
+    because the existence of the file proves nothing: a killed daemon leaves its socket file behind.
     """
     configured = os.environ.get("WEIGHTD_SOCKET")
     if configured:
@@ -97,7 +100,11 @@ def default_addresses() -> List[str]:
 
 
 def _is_owned_by_other_user(directory: str) -> bool:
-    """Return whether the directory belongs to another user: anyone can create it in /tmp and receive our tensors."""
+    """Return whether a user other than this one and root owns the directory.
+
+    Any user can create a directory in /tmp. A client that connected to a socket in such a directory would send its
+    tensors to that user.
+    """
     try:
         return os.lstat(directory).st_uid not in (os.getuid(), 0)
     except OSError:
@@ -110,10 +117,10 @@ def ipc_path(address: str) -> str:
 
 
 def check_reachable(address: str) -> None:
-    """Raise the error that a ZeroMQ connection to an ipc:// address would run into, if it can be known at once.
+    """Raise an error at once if no client of this user can connect to the Unix socket of an ipc:// address.
 
-    libzmq connects in the background and retries forever: without this check, a wrong path or a missing permission
-    would look like a slow daemon.
+    libzmq connects in the background and retries forever. Without this check, a wrong path or a missing permission
+    would look like a slow daemon. Addresses of other schemes are not checked.
 
     Raises:
         RequestError: as `connect_unix`.
@@ -139,7 +146,9 @@ def new_unix_socket() -> socket.socket:
 
 
 def connect_unix(connection: socket.socket, path: str) -> bool:
-    """Connect a non-blocking unix socket. Return False if the backlog is full, which means that a daemon listens.
+    """Connect a non-blocking Unix socket to the listener at `path`. Return False if the listener's backlog is full.
+
+    A full backlog shows that a daemon listens; the caller can try again.
 
     Raises:
         InvalidArgument: the path is too long, or is not the path of a stream socket.
@@ -181,7 +190,7 @@ def _is_not_socket(path: str) -> bool:
     try:
         return not stat.S_ISSOCK(Path(path).stat().st_mode)
     except FileNotFoundError:
-        return False  # The socket existed a moment ago: a starting daemon removes the one of its predecessor.
+        return False  # A starting daemon has just removed the socket that an earlier daemon had left here.
     except OSError:
         return True
 
@@ -203,19 +212,20 @@ class CurveKeys(NamedTuple):
     secret_key: str
 
     def __repr__(self) -> str:
-        """Return a text without the secret key."""
+        """Return a text without the secret key, so that the key does not get into logs."""
         return f"Curve(server={self.server_key!r})"
 
 
 def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[CurveKeys]:
-    """Return the keys from the files, or None if no file is given.
+    """Read the CURVE keys from two key files. Return None if neither file is given.
 
     Args:
         key: the file with the client's secret key, as `weightctl keygen` writes it.
         server_key: the file with the public key of the daemon's listener.
 
     Raises:
-        InvalidArgument: only one file is given, or a file contains no such key or is not safe to use.
+        InvalidArgument: only one of the two files is given, a file contains no key of the expected kind, or the mode or
+            owner of the secret key's file is unsafe.
     """
     if key is None and server_key is None:
         return None

@@ -1,7 +1,8 @@
-"""Transport of the asyncio client: the calls of many tasks over one connection at a time.
+"""Transport of the asyncio client. Many tasks share one connection for their calls.
 
-The event loop always reads. Tasks send directly and wait in futures: one for each call, and the futures in
-`_change_waiters` for other changes of the connection.
+The event loop reads from the connection whenever data arrives. A task sends its message itself and then awaits a
+future. Each call has a future for its response. Tasks that wait for another change of the connection, such as its loss,
+await a future in `_change_waiters`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from weightd_protocol.messages.inference import InferResponse
 
 
 class WrongLoop(WeightdError):
-    """An AsyncClient is used outside the event loop in which it is connected.
+    """An AsyncClient was used outside the event loop in which it is connected.
 
-    Create one client for each loop: they are cheap.
+    Create one client for each event loop: a client costs little.
     """
 
 
 class _PauseEnded(WeightdError):
-    """Raised when the pause between two attempts is over."""
+    """Ends the pause before the next attempt of a call."""
 
 
 class AsyncTransport:
-    """Sends requests and reads their responses.
+    """Sends the requests of an `AsyncClient` and reads their responses.
 
     Args:
         session: the client's session.
@@ -44,15 +45,15 @@ class AsyncTransport:
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._is_connecting = False
         self._is_writer_registered = False
-        # Outgoing messages are held back until every task that is ready to run has run.
+        # Whether outgoing messages are held back until the event loop has run every task that is ready.
         self._is_corked = False
         self._change_waiters: List[asyncio.Future[bool]] = []
 
     def running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the running event loop, after checking that the connection belongs to it.
+        """Return the running event loop, after checking that the client is not connected in another event loop.
 
         Raises:
-            WrongLoop: no asyncio loop is running, or the client is connected in another loop.
+            WrongLoop: no asyncio event loop is running, or the client is connected in another event loop.
         """
         try:
             running = asyncio.get_running_loop()
@@ -65,7 +66,7 @@ class AsyncTransport:
         return running
 
     def close(self) -> None:
-        """End all calls and close the connection."""
+        """End all calls with `ClientClosed`, and close the connection."""
         self.running_loop()
         self._session.mark_closed()
         self._unregister_descriptors()
@@ -73,7 +74,7 @@ class AsyncTransport:
         self._notify_waiters()
 
     async def sleep_unless_closed(self, seconds: float) -> None:
-        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client becomes unusable meanwhile."""
+        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client is or becomes unusable."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(_PauseEnded):
             while True:
@@ -81,7 +82,7 @@ class AsyncTransport:
                 await self._wait_for_change(deadline, _PauseEnded)
 
     async def send_and_wait(self, prepared: PreparedCall, deadline: float, answer_deadline: float) -> Any:
-        """Send a call by `deadline`, and return its response, which must arrive by `answer_deadline`."""
+        """Send the message of a call by `deadline`, and return the response, which must arrive by `answer_deadline`."""
         call, frames = prepared
         try:
             if frames:
@@ -96,10 +97,11 @@ class AsyncTransport:
         return call.result()
 
     async def _send(self, frames: List[Any], deadline: float, call: PendingCall) -> None:
-        """Start a call, connecting first if necessary, and wait until its message has been sent completely."""
+        """Send the message of a call, connecting first if necessary. Return when all of the message has been sent."""
         session = self._session
         if self._core.calls and not self._is_corked:
-            # Responses often arrive together, and their tasks then send requests one after another: join these sends.
+            # When several responses arrive together, their tasks often send new requests one after another. The cork
+            # makes the connection send these requests together.
             self._is_corked = True
             session.connection.cork()
             self.running_loop().call_soon(self._uncork, session.connection)
@@ -110,7 +112,7 @@ class AsyncTransport:
             try:
                 target_sent = session.send(frames, call)
             except ConnectionLost as error:
-                # The daemon closed the new connection at once and has sent the reason.
+                # The daemon closed the new connection at once. Read until its message with the reason has arrived.
                 while not session.connection.closed:
                     self._read()
                 raise session.protocol_error or error from None
@@ -126,7 +128,7 @@ class AsyncTransport:
             self._update_writer()
 
     async def ensure_writable(self, deadline: float) -> None:
-        """Return once a message can be sent on the connection."""
+        """Wait until the client is connected and no data is waiting to be sent. Connect first if necessary."""
         session = self._session
         while True:
             session.check_usable()
@@ -142,7 +144,7 @@ class AsyncTransport:
                 return
 
     async def _connect(self, deadline: float) -> None:
-        """Connect, or wait until the connection attempt of another task has ended."""
+        """Connect to the daemon. If another task is already connecting, wait until that attempt has ended."""
         if self._is_connecting:
             await self._wait_for_change(deadline, self._session.connect_timeout_error)
             return
@@ -179,7 +181,7 @@ class AsyncTransport:
             steps.close()
 
     def _cancel_call(self, call: PendingCall) -> None:
-        """Send a cancellation for a request that no task awaits any more, so that no worker starts it."""
+        """Send a cancellation of a call whose task was cancelled, so that no worker starts the request."""
         if call.response_type is InferResponse and self._core.is_tracked(call):
             with contextlib.suppress(ConnectionLost):
                 self._session.send(self._core.cancel_frames(call))
@@ -191,7 +193,7 @@ class AsyncTransport:
         self._update_writer()
 
     def _read(self) -> None:
-        """Process the received messages, or the loss of the connection."""
+        """Process the received messages. If the connection is lost, fail all calls."""
         session = self._session
         connection = session.connection
         try:
@@ -216,7 +218,7 @@ class AsyncTransport:
             self._update_writer()
 
     def _update_writer(self) -> None:
-        """Register a writer with the loop if and only if data is waiting to be sent."""
+        """Make the event loop call `_flush` when the socket is writable, but only while data is waiting to be sent."""
         connection = self._session.connection
         needs_writer = connection.is_level_triggered and connection.unsent_count > 0 and not connection.closed
         if needs_writer != self._is_writer_registered:
@@ -228,7 +230,10 @@ class AsyncTransport:
                 loop.remove_writer(connection.descriptors[0])
 
     def _unregister_descriptors(self) -> None:
-        """Remove the descriptors from the loop before they are closed: the kernel may reuse their numbers."""
+        """Remove the connection's descriptors from the event loop.
+
+        This must happen before the descriptors are closed, because the kernel may reuse their numbers.
+        """
         connection = self._session.connection
         if not connection.closed:
             loop = self.running_loop()
@@ -259,7 +264,8 @@ class AsyncTransport:
             if extended is None:
                 _resolve_future(future, in_time=False)
             else:
-                # After the process was stopped, the loop runs this timer before it reads the data that has arrived.
+                # The process was suspended past the deadline, and the loop has not yet read the data that arrived
+                # meanwhile. Allow more time for that.
                 timer = loop.call_later(extended - time.monotonic(), partial(_resolve_future, future, in_time=False))
 
         timer = loop.call_later(max(0.0, deadline - started_at), on_deadline)

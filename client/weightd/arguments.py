@@ -1,4 +1,7 @@
-"""Validation of arguments. Each error names the argument, the expected value and the received value."""
+"""Validation of the arguments of the client's methods.
+
+Each error names the argument, the expected and the received value.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,10 @@ from weightd_protocol.schema import describe_value
 
 
 def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
-    """Return a number of seconds, of any real type, as a float.
+    """Return a number of seconds as a float. Any type of real number is accepted, except booleans.
 
     Raises:
-        InvalidArgument: `value` is not a number, or is not in the range 0 < value <= `max_seconds`. Booleans are not
-            numbers.
+        InvalidArgument: `value` is not a real number, or is not in the range 0 < value <= `max_seconds`.
     """
     number = _to_float(value)
     if not 0 < number <= max_seconds:
@@ -30,7 +32,7 @@ def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
 
 
 def _to_float(value: Any) -> float:
-    """Return a real number as a float, or NaN for any other value."""
+    """Return a real number as a float. Return NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
         return math.nan
     try:
@@ -40,7 +42,9 @@ def _to_float(value: Any) -> float:
 
 
 def parse_text(name: str, value: Any) -> str:
-    """Return a string as a plain `str`. An instance of a subclass, such as numpy's, may compare unlike its text.
+    """Return a string as a plain `str`.
+
+    Instances of subclasses, such as numpy's, may compare differently from their text.
 
     Raises:
         InvalidArgument: `value` is not a string.
@@ -51,7 +55,7 @@ def parse_text(name: str, value: Any) -> str:
 
 
 def parse_name(argument: str, value: Any) -> str:
-    """Return a string that is a valid name in the protocol.
+    """Return a string after checking that the protocol allows it as a name.
 
     Raises:
         InvalidArgument: `value` is not a string, is empty or too long, or cannot be encoded as UTF-8.
@@ -65,7 +69,7 @@ def parse_name(argument: str, value: Any) -> str:
 
 
 def is_utf8(value: str) -> bool:
-    """Return whether a string can be encoded as UTF-8. A lone surrogate cannot."""
+    """Return whether a string can be encoded as UTF-8. A string with a lone surrogate cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -74,7 +78,7 @@ def is_utf8(value: str) -> bool:
 
 
 def parse_names(name: str, value: Any) -> Tuple[str, ...]:
-    """Return a collection of strings, such as a list, as a tuple.
+    """Return a collection of strings, such as a list, as a tuple of strings.
 
     Raises:
         InvalidArgument: `value` is not a collection, or an item is not a string.
@@ -100,10 +104,10 @@ def check_mapping(name: str, value: Any) -> None:
 
 
 def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
-    """Return the shape of an array from a size or a sequence of sizes, as numpy accepts it.
+    """Return an array's shape as a tuple. As in numpy, `value` is one size or a sequence of sizes.
 
     Raises:
-        InvalidArgument: `value` is neither, or a size is negative.
+        InvalidArgument: `value` is neither an integer nor a sequence of integers, or a size is negative.
     """
     sizes = _parse_sizes(value)
     if sizes is None or any(size < 0 for size in sizes):
@@ -114,14 +118,17 @@ def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
 def _parse_sizes(value: Any) -> Optional[Tuple[int, ...]]:
     sizes = _list_items(value) if isinstance(value, abc.Iterable) else [value]
     try:
-        # `operator.index` returns True for True, which numpy rejects as a size.
+        # `int` is needed because `operator.index(True)` returns True, which numpy rejects as a size.
         return None if sizes is None else tuple([int(operator.index(size)) for size in sizes])
     except TypeError:
         return None
 
 
 def _list_items(value: Any) -> Optional[List[Any]]:
-    """Return the items of a collection, or None if it cannot be iterated, such as a numpy array without dimensions."""
+    """Return the items of a collection.
+
+    Return None if the value cannot be iterated, such as an array without dimensions.
+    """
     try:
         return [*value]
     except TypeError:

@@ -53,29 +53,29 @@ class Client(OperatorCalls, Uncopied):
     """Blocking client of a weightd daemon.
 
     Threads may share a client; their calls run concurrently. A client cannot be copied or pickled. In a forked process
-    calls raise `WrongProcess`. Use it as a context manager, or call `close`. If the connection is lost, all calls in
-    progress fail with `Unavailable`, and the next call connects again. Every method that sends a request raises the
-    errors of `infer`.
+    its calls raise `WrongProcess`. Use the client as a context manager, or call `close`. If the connection is lost, all
+    calls in progress fail with `Unavailable`, and the next call connects again. Every method that sends a request
+    raises the errors of `infer`.
 
     Args:
-        address: the daemon's address. /PATH uses the daemon's unix socket, or ZeroMQ if the unix socket cannot be used;
-            unix:///PATH uses the unix socket only; ipc:///PATH and tcp://HOST:PORT use ZeroMQ only. Default:
-            $WEIGHTD_SOCKET or, if it is not set, the first default address at which a daemon listens: this user's, then
-            the system's.
-        timeout: the default timeout of a call in seconds, at most one hour.
-        tenant: the tenant on whose behalf requests are sent, if it is not the client's own. The daemon's configuration
-            must allow that (`acts_for`).
+        address: the daemon's address. /PATH uses the daemon's Unix socket, or ZeroMQ if the Unix socket cannot be used;
+            unix:///PATH uses the Unix socket only; ipc:///PATH and tcp://HOST:PORT use ZeroMQ only. The default is
+            $WEIGHTD_SOCKET. If this variable is not set, the client tries the address of this user's daemon and then
+            the address of the system's daemon.
+        timeout: the default timeout of this client's calls in seconds, at most 3600.
+        tenant: the tenant on whose behalf the client sends requests; None for the tenant to which the daemon assigns
+            this client. The daemon's configuration must allow other tenants (`acts_for`).
         key: the file with the client's secret key, for a tcp:// listener with CURVE. `weightctl keygen` creates it.
-        server_key: the file with the public key of that listener.
+        server_key: the file with the public key of the daemon's tcp:// listener.
         retry: the retry policy for calls that fail with a transient error; None disables retries. `update`, `submit`
             and calls with `out` are never retried.
 
     Raises:
         InvalidArgument: an argument is invalid, or a key file cannot be used.
         Unauthenticated: no tenant has this key, or `server_key` is not the listener's key.
-        PermissionDenied: this user may not connect.
+        PermissionDenied: this user may not connect to the daemon's socket.
         Unavailable: no process listens at the address.
-        DeadlineExceeded: a process listens at the address but does not answer within `timeout`.
+        DeadlineExceeded: a process listens at the address but does not respond within `timeout`.
     """
 
     def __init__(
@@ -96,26 +96,26 @@ class Client(OperatorCalls, Uncopied):
 
     @property
     def address(self) -> str:
-        """The daemon's address in the form in which it was configured."""
+        """The daemon's address in the form in which the caller or the environment gave it."""
         return self._session.address.text
 
     @property
     def transport(self) -> str:
-        """Transport of the current or last connection: "unix" or "zmq"."""
+        """Transport of the current or last connection to the daemon: "unix" or "zmq"."""
         return self._session.connection.transport
 
     @property
     def timeout(self) -> float:
-        """Default timeout of a call in seconds."""
+        """Default timeout of this client's calls in seconds."""
         return self._session.timeout
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
         """Return an uninitialized numpy array in memory shared with the daemon's workers.
 
-        Over a unix socket, an input or `out` array in this memory is not copied on its way. The array behaves like any
-        other and stays valid after the client is closed. Parent and forked child share the memory: each sees what the
-        other writes. If shared memory is exhausted, or the dtype is not boolean, integer or floating-point, the array
-        is in ordinary memory.
+        Over a Unix socket, the client and the workers do not copy an input or `out` array that lies in this memory to
+        transmit it. The array behaves like any other numpy array and stays valid after the client is closed. After a
+        fork, parent and child share the memory: each process sees what the other one writes. The array is in ordinary
+        memory if shared memory is exhausted, or if the dtype is not boolean, integer or floating-point.
 
         Raises:
             InvalidArgument: the shape or the dtype is invalid.
@@ -130,7 +130,10 @@ class Client(OperatorCalls, Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Model:
-        """Return a callable for one model. Each call runs `infer` with these arguments. This method sends nothing."""
+        """Return an object for one model. Calling the object runs `infer` with the arguments given here.
+
+        This method sends nothing, so it does not check that the model exists.
+        """
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return Model(
             name,
@@ -155,33 +158,35 @@ class Client(OperatorCalls, Uncopied):
         Args:
             model: the model's name in the daemon's configuration.
             inputs: a mapping of input names to arrays, or one array if the model has a single input. Anything that
-                `numpy.asarray` accepts and that has a datatype counts as an array. Datatype, rank and fixed dimensions
-                must match the model's signature (see `metadata`): arrays are not converted. A scalar and an array of
-                one element are interchangeable. Numbers and lists of numbers become arrays of the model's datatype; a
-                value that does not fit this datatype is an error. For such inputs, and for an array without a name,
-                the client requests the signature once and caches it.
-            outputs: names of the outputs to return; None for all.
-            out: numpy arrays to fill with outputs, by output name. Dtype and shape must match the output. If the call
-                fails, a worker may still write to these arrays for some time.
-            timeout: seconds to wait; None for the client's default. After that time the daemon replies with the reason.
-                If the daemon does not reply, the client waits for another tenth of the timeout, at most half a second.
-            priority: 1 is served first; the largest allowed number is set in the model's configuration and is served
-                last. 0 or None selects the model's default. Waiting time outweighs priority: every request is served
-                eventually.
+                `numpy.asarray` accepts and that has a datatype counts as an array. Arrays are not converted: datatype,
+                rank and fixed dimensions must match the model's signature (see `metadata`). A scalar and an array of
+                one element are interchangeable. Numbers and lists of numbers become arrays of the datatype in the
+                signature; a value that does not fit the datatype is an error. For numbers, lists, and an array without
+                an input name, the client requests the signature once and caches it.
+            outputs: names of the outputs to return; None for all outputs of the model.
+            out: numpy arrays that receive outputs, by output name. Dtype and shape of each array must match the output.
+                If the call fails, a worker may still write to these arrays for some time.
+            timeout: seconds until the call fails; None for the client's default. When they have passed, the daemon
+                replies with the reason. If this reply does not arrive, the client waits for another tenth of the
+                timeout, at most 0.5 s.
+            priority: requests with priority 1 are served first. The model's configuration sets the largest number,
+                which is served last. 0 or None selects the model's default. A request that has waited for long is
+                served before newer requests with smaller numbers, so every request is served eventually.
 
         Returns:
-            The outputs by name: the arrays of `out` where given, otherwise new read-only numpy arrays.
+            The outputs by name. An output named in `out` is the array given there; the others are new read-only numpy
+            arrays.
 
         Raises:
-            RequestError: the request failed. There is one subclass for each error code of the protocol, such as
-                `DeadlineExceeded`. A lost connection raises `Unavailable`; the model may have run the request in that
-                case, and the client sends it again only with `retry`.
-            ProtocolError: one side violated the protocol, because the versions of client and daemon do not match.
+            RequestError: the request failed. Each error code of the protocol has a subclass, such as
+                `DeadlineExceeded`. A lost connection raises `Unavailable`. In that case the model may have run the
+                request, and the client sends the request again only with `retry`.
+            ProtocolError: client or daemon violated the protocol, because their versions do not match.
             WrongProcess: the client was created in another process.
             ClientClosed: the client is closed.
         """
         if self._retry is not None and out is None:
-            # The inner call must not retry as well; giving `out`, even an empty one, disables retries.
+            # This method calls itself once per attempt. `out={}` disables retries within each attempt.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return self._with_retries(lambda left: infer_once(timeout=left), timeout)
         prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
@@ -198,14 +203,15 @@ class Client(OperatorCalls, Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Pending:
-        """Send a request and return at once. Any number of requests may be in progress.
+        """Send a request and return without waiting for the response. Any number of requests may be in progress.
 
-        Do not modify the input arrays until the response has arrived: the client does not copy large arrays. Arguments
-        and errors are as for `infer`. The method waits for the model's signature if the inputs require it and it is not
-        cached.
+        Do not modify the input arrays until the response has arrived: the client does not copy large arrays. `infer`
+        describes arguments and errors. If the inputs require the model's signature and the client has not cached it,
+        this method waits for the daemon to send the signature.
         """
         prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
-        # This method does not wait for responses, so it reads the ones that have arrived: they would accumulate.
+        # A program may call `submit` many times before it waits for a response. Reading the responses here keeps them
+        # from accumulating in the socket.
         if self._core.calls:
             self._transport.read_available()
         call = self._transport.send(prepared, deadline)
@@ -225,22 +231,23 @@ class Client(OperatorCalls, Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Generator[Dict[str, NDArray[Any]], None, None]:
-        """Run `model` on each of `inputs`, several at a time, and yield the outputs of each in order.
+        """Run `model` on each of `inputs`, several at a time, and yield the outputs in the order of the inputs.
 
-        The generator takes the next input as soon as fewer than `in_flight` requests are pending, before the caller
-        asks for earlier outputs. When it ends (exhausted, closed, or by an error of a request or of `inputs`), it
-        cancels all pending requests.
+        The generator takes the next input as soon as fewer than `in_flight` requests are pending, even if the caller
+        has not yet taken earlier outputs. When the generator ends, it cancels all pending requests. It ends when
+        `inputs` is exhausted, when the caller closes it, or when a request or `inputs` raises an error.
 
         Args:
             model: the model's name.
             inputs: an iterable of inputs, each as in `infer`.
-            in_flight: the largest number of inputs taken whose outputs have not been yielded.
+            in_flight: the maximum number of inputs that the generator has taken and whose outputs it has not yielded.
             outputs: as in `infer`.
-            timeout: seconds for each request, counted from the moment it is sent.
+            timeout: seconds for each request, counted from the moment the client sends it.
             priority: as in `infer`.
 
         Raises:
-            RequestError: as `infer`. `InvalidArgument` for one of these arguments is raised by the call itself.
+            RequestError: as `infer`. If one of these arguments is invalid, `map` itself raises `InvalidArgument`; all
+                other errors are raised by the generator.
         """
         check_map_arguments(inputs, in_flight, (abc.Iterable,))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
@@ -248,10 +255,12 @@ class Client(OperatorCalls, Uncopied):
         return map_ordered(partial(submit, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
-        """Return whether a model can serve requests: a worker has responded within the watchdog's period. Never waits.
+        """Return whether a model can serve requests now: a worker has responded within the watchdog's period.
+
+        The daemon replies at once; it does not wait until the model is ready.
 
         Args:
-            model: the model's name; "" asks whether all models are ready.
+            model: the model's name; "" for the question whether all models are ready.
             timeout: seconds to wait for the daemon's reply.
 
         Raises:
@@ -260,7 +269,9 @@ class Client(OperatorCalls, Uncopied):
         return self._query(queries.ready(model), timeout)
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return the signature of a model: its inputs and outputs. Waits while the model loads.
+        """Return the signature of a model: the names, datatypes and shapes of its inputs and outputs.
+
+        While the model loads, this method waits.
 
         Raises:
             RequestError: as `infer`.
@@ -272,15 +283,15 @@ class Client(OperatorCalls, Uncopied):
         return self._query(queries.SERVER, timeout)
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
-        """Return the daemon's state: models, generations, processes and their memory."""
+        """Return the state of the daemon, its models, generations and processes, and their memory use."""
         return self._query(queries.STATUS, timeout)
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return the daemon's counters and gauges. The daemon replies immediately and at little cost."""
+        """Return the daemon's counters and gauges. The daemon replies at once, because it keeps them up to date."""
         return self._query(queries.METRICS, timeout)
 
     def close(self) -> None:
-        """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""
+        """Close the connection. Calls in progress fail with `ClientClosed`. Does nothing in a forked process."""
         if not (self._session.is_forked_copy or self._session.closed):
             self._transport.close()
 
@@ -293,7 +304,7 @@ class Client(OperatorCalls, Uncopied):
     # --- within -------------------------------------------------------------------------------------------------
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return the timeout of a call, and the extra time in which the daemon may still report its expiry."""
+        """Return the timeout and the grace period of a call in seconds: see `ClientSession.resolve_timeout`."""
         session = self._session
         if session.closed or session.is_forked_copy:
             raise session.unusable_error()
@@ -305,7 +316,7 @@ class Client(OperatorCalls, Uncopied):
     def _prepare_infer(
         self, model: str, inputs: Inputs, timeout: Optional[float], *options: Any
     ) -> Tuple[PreparedCall, float, float]:
-        """Return a request, the deadline for sending it and the deadline for its response."""
+        """Create an inference request. Return it with the deadlines for sending it and for receiving its response."""
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
@@ -320,8 +331,11 @@ class Client(OperatorCalls, Uncopied):
     def _to_typed_inputs(
         self, model: str, inputs: Inputs, deadline: float, grace_s: float
     ) -> Tuple[Dict[str, Any], float]:
-        """Return `inputs` as typed arrays by name according to the signature, and the seconds that remain."""
-        # The cached signature is valid only for this connection, which may be lost already.
+        """Return `inputs` as arrays of the datatypes in the model's signature, and the seconds until `deadline`.
+
+        If the signature is not cached, request it first.
+        """
+        # Reading detects a lost connection. A signature that was cached from a lost connection is outdated.
         self._transport.read_available()
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
@@ -331,7 +345,7 @@ class Client(OperatorCalls, Uncopied):
                 metadata: ModelMetadataResponse = self._transport.wait(call, deadline + grace_s)
             except BaseException as error:
                 self._core.abort_metadata_call(prepared, error)
-                # The reading thread may itself wait for this metadata call.
+                # The thread that reads from the connection may be waiting for this same metadata call.
                 self._transport.wake_reader()
                 raise
             typed_inputs = to_typed_inputs(inputs, model, metadata.inputs)
@@ -340,7 +354,7 @@ class Client(OperatorCalls, Uncopied):
     def _submit_with_retries(
         self, retry: Retry, model: str, inputs: Inputs, *, timeout: Optional[float], **options: Any
     ) -> Pending:
-        """Send a request; `Pending.result` sends it again if it fails with a transient error."""
+        """Send a request. If it fails with a transient error, `result` of the returned object sends it again."""
         attempts = Attempts(retry, self._resolve_timeout(timeout)[0])
         submit = partial(self.submit, model, inputs, **options)
         first = self._run_attempts(lambda left: submit(timeout=left), attempts)
@@ -364,7 +378,7 @@ class Client(OperatorCalls, Uncopied):
         return answer
 
     def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
-        """Call `attempt`, and repeat it within the timeout while the retry policy allows."""
+        """Call `attempt`, and repeat it within the timeout if it fails with an error that the retry policy covers."""
         if self._retry is None:
             return attempt(timeout)
         return self._run_attempts(attempt, Attempts(self._retry, self._resolve_timeout(timeout)[0]))

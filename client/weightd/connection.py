@@ -1,7 +1,7 @@
-"""Connections of a client to a daemon: the interface, and the implementation for unix sockets.
+"""Connections of a client to a daemon: the common interface, and the implementation for Unix sockets.
 
-A connection never blocks; it offers descriptors to wait for. It is created connected. Once it is lost, only a new
-connection helps.
+A connection never blocks. Callers wait for events by polling its file descriptors. A connection object exists only for
+an established connection. An object whose connection is lost cannot connect again; create a new one instead.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from weightd_protocol.framing import FrameReader, Message
 
 C = TypeVar("C")
 
-# A generator that creates something in steps. It yields a descriptor that becomes readable when the next step can be
-# taken, or None if the caller can only try again after a while.
+# A generator that creates an object of type C in steps. Each step yields a descriptor that becomes readable when the
+# generator can continue, or None if the caller has to continue after a short pause.
 ConnectSteps = Generator[Optional[int], None, C]
 
 
 class ConnectionLost(Unavailable):
-    """The daemon has closed the connection, and nothing of the message was sent."""
+    """The daemon closed the connection before any part of the message was sent."""
 
 
 class DaemonConnection(abc.ABC):
-    """A connection to a daemon, until it is lost or closed.
+    """Base class of the connections to a daemon, over a Unix socket or ZeroMQ.
 
-    One thread at a time may call `receive`, `close` and `is_idle`; another thread may call `send` and `flush`
-    meanwhile.
+    One thread at a time may call `receive`, `close` and `is_idle`. Another thread may call `send` and `flush` at the
+    same time.
 
     Attributes:
         transport: the kind of connection, "unix" or "zmq".
         address: the address of the daemon, for error texts.
-        descriptors: file descriptors that become readable when data may be received, data was sent, or the connection
-            is lost.
+        descriptors: file descriptors to poll for reading. One of them becomes readable when data has arrived, when
+            unsent data can be sent, or when the connection is lost.
         accepts_descriptors: whether messages may carry file descriptors.
-        is_level_triggered: whether there is a single descriptor, of a socket, that stays readable while data can be
-            received and is writable when unsent data can be sent. If not, call `is_idle` before each wait.
-        closed: whether `close` was called.
-        is_broken: whether the connection is lost, even if `receive` has not reported that yet.
-        unsent_count: the amount of data that waits until the daemon reads.
-        sent_count: the amount of data sent so far that was not sent at once, in the unit of `unsent_count`.
+        is_level_triggered: True if `descriptors` is one socket that stays readable as long as received data is unread,
+            and that is writable when unsent data can be sent. If False, call `is_idle` before each wait.
+        closed: whether `close` has been called.
+        is_broken: whether the connection is lost. It may be lost before `receive` reports the loss.
+        unsent_count: the amount of data that is queued until the daemon reads: bytes on a Unix socket, messages with
+            ZeroMQ.
+        sent_count: the total amount of data that was queued first and sent later, in the unit of `unsent_count`.
     """
 
     transport: ClassVar[str]
@@ -61,9 +62,10 @@ class DaemonConnection(abc.ABC):
         self.sent_count: int = 0
 
     send: Callable[..., bool]
-    """Send the frames of a message, and descriptors; return whether all of it was sent.
+    """Send the frames of a message, with file descriptors. Return whether all of the message was sent.
 
-    `flush` sends the rest, and the messages that follow. Large frames are not copied.
+    If the socket accepts only a part, the connection queues the remaining data and all later messages; `flush` sends
+    them. Large frames are not copied.
 
     Raises:
         OSError: the connection is lost.
@@ -71,47 +73,47 @@ class DaemonConnection(abc.ABC):
 
     @abc.abstractmethod
     def cork(self) -> None:
-        """Allow the connection to hold back messages until `uncork`, because more follow at once."""
+        """Let the connection hold back messages until `uncork`, because the caller is about to send more messages."""
 
     @abc.abstractmethod
     def uncork(self) -> None:
-        """Send held-back messages as far as possible now. `receive` reports a lost connection."""
+        """Send the held-back messages as far as the socket accepts them. `receive` reports a lost connection."""
 
     @abc.abstractmethod
     def get_sent_target(self) -> int:
-        """Return the `sent_count` at which a message will be sent that was not sent at once."""
+        """Return the value that `sent_count` will have when all data that is queued now has been sent."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Send unsent data as far as possible now."""
+        """Send queued data as far as the socket accepts it."""
 
     @abc.abstractmethod
     def receive(self) -> List[Message]:
-        """Return the messages that have arrived, an empty list if there are no messages.
+        """Return the messages that have arrived; an empty list if no message has arrived.
 
         Raises:
-            Unavailable: the connection is lost, and all messages that arrived before were returned.
-            RemoteProtocolError: the peer violated the protocol.
+            Unavailable: the connection is lost. The messages that arrived before the loss have all been returned.
+            RemoteProtocolError: the daemon violated the protocol.
         """
 
     def is_idle(self) -> bool:
-        """Return whether a descriptor will become readable when there is more to receive or to send."""
+        """Return True if no event is pending, so that polling the descriptors will report the next event."""
         return True
 
     def mark_broken(self) -> None:
-        """Mark the connection as lost. `receive` reports the loss once it has returned all messages that arrived."""
+        """Mark the connection as lost. `receive` returns all messages that have arrived, and then reports the loss."""
         self.is_broken = True
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the connection and drop unsent data. Further calls have no effect."""
+        """Close the connection and drop unsent data. Repeated calls have no effect."""
 
     def lost_error(self) -> Unavailable:
         """Return the error for a lost connection."""
         return Unavailable(self._lost_text())
 
     def not_sent_error(self) -> ConnectionLost:
-        """Return the error for a connection that was lost before anything of a message was sent."""
+        """Return the error for a connection that was lost before any part of a message was sent."""
         return ConnectionLost(self._lost_text())
 
     def _lost_text(self) -> str:
@@ -119,7 +121,7 @@ class DaemonConnection(abc.ABC):
 
 
 class NotConnected(DaemonConnection):
-    """Placeholder before the first connection. It behaves like a lost connection."""
+    """Stands in for a connection before the client has connected. It behaves like a lost connection."""
 
     transport = ""
     is_level_triggered = False
@@ -146,7 +148,7 @@ class NotConnected(DaemonConnection):
         """Do nothing."""
 
     def receive(self) -> List[Message]:
-        """Raise the error of a lost connection."""
+        """Raise `Unavailable`: there is no connection."""
         raise self.lost_error()
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ class NotConnected(DaemonConnection):
 
 
 class UnixConnection(DaemonConnection):
-    """Connection over a unix socket. `unix_connect_steps` creates it. A small message takes one system call."""
+    """Connection over a Unix socket, created by `unix_connect_steps`. It sends a small message in one system call."""
 
     transport = "unix"
     is_level_triggered = True
@@ -183,14 +185,14 @@ class UnixConnection(DaemonConnection):
         return self.sent_count + self.unsent_count
 
     def flush(self) -> None:
-        """See `DaemonConnection.flush`. `receive` reports a lost connection after all messages that have arrived."""
+        """See `DaemonConnection.flush`. A lost connection raises no error here: `receive` reports the loss."""
         with contextlib.suppress(OSError):
             self._stream.flush()
         before, self.unsent_count = self.unsent_count, self._stream.unsent
         self.sent_count += before - self.unsent_count
 
     def receive(self) -> List[Message]:
-        """See `DaemonConnection.receive`. An oversized message lacks frames and is rejected later for that reason."""
+        """See `DaemonConnection.receive`. A message that is too large lacks frames, so the decoder rejects it."""
         try:
             return self._stream.receive()
         except OSError:
@@ -201,17 +203,17 @@ class UnixConnection(DaemonConnection):
             ) from None
 
     def is_idle(self) -> bool:
-        """See `DaemonConnection.is_idle`. Messages that arrived together are returned before the next wait."""
+        """See `DaemonConnection.is_idle`. False if more data may be waiting: the last read filled its buffer."""
         return not self._stream.has_more
 
     def mark_broken(self) -> None:
-        """See `DaemonConnection.mark_broken`. A thread that polls the socket wakes up."""
+        """See `DaemonConnection.mark_broken`. Shuts the socket down, which wakes a thread that polls it."""
         super().mark_broken()
         with contextlib.suppress(OSError):
             self._stream.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """See `DaemonConnection.close`. Closes the connection also for copies of the descriptor in forked processes."""
+        """See `DaemonConnection.close`. The connection ends even if a forked process has a copy of the descriptor."""
         if not self.closed:
             self.closed = True
             self.mark_broken()
@@ -219,7 +221,7 @@ class UnixConnection(DaemonConnection):
 
 
 def unix_connect_steps(path: str) -> ConnectSteps[DaemonConnection]:
-    """Connect to the unix socket at `path`.
+    """Connect to the daemon's Unix socket at `path`, and return the connection.
 
     Raises:
         RequestError: as `address.connect_unix`.

@@ -1,6 +1,7 @@
-"""Conversion of lists and numbers into arrays of the datatype that the model's signature names.
+"""Conversion of numbers and lists in a request's inputs into arrays of the datatype in the model's signature.
 
-An array keeps its datatype. Only values without a datatype receive the model's. A value that does not fit is an error.
+An array keeps its own datatype. A number, or a list of numbers, becomes an array of the datatype that the signature has
+for this input. A number that does not fit this datatype is an error.
 """
 
 from __future__ import annotations
@@ -20,29 +21,32 @@ from weightd_protocol.schema import describe_value, label
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    # mypy infers a sequence of objects for a nested list that mixes integers and floats.
+    # The `Sequence[Any]` is for mypy, which infers a sequence of objects for a nested list of integers and floats.
     Value = Union[ArrayLike, Sequence[Any]]
     Inputs = Union[Mapping[str, Value], Value]
-    """Inputs of a request: an array, list or number for each input name, or a single one if the model has one input."""
+    """Inputs of a request by input name, or one input without a name if the model has a single input.
 
-# These include numpy scalars, because the elements of `list(array)` are numpy scalars.
+    An input is an array, a number or a list.
+    """
+
+# numpy scalars are included because the elements of `list(array)` are numpy scalars.
 UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
-"""Types without a datatype, or with one that the caller has not chosen."""
+"""Types of inputs whose datatype comes from the model's signature, because the caller has not chosen one."""
 
 _SEQUENCE_TYPES = (list, tuple, range)
 
-# Types whose values float64 represents exactly or rounds to the nearest.
+# Types of numbers that float64 represents exactly or rounds to the nearest value.
 _REAL_TYPES = (int, float, np.integer, np.float16, np.float32)
 
 _Conversion = Tuple[Any, Optional[int]]
 
 
 class NeedsMetadata(Exception):
-    """Inputs have no names, or contain values without a datatype: the client needs the model's signature first."""
+    """Raised if inputs have no names or no datatypes. The client must then request the model's signature first."""
 
 
 def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSignature]) -> Dict[str, Any]:
-    """Return the inputs by name, with every list and number replaced by an array.
+    """Return the inputs by name, with every number and list replaced by an array of the datatype in the signature.
 
     Args:
         inputs: the inputs as the caller gave them.
@@ -51,7 +55,7 @@ def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSigna
 
     Raises:
         InvalidArgument: the inputs have no names and the model does not have exactly one input; the model has no input
-            of a given name; a list is ragged; a value does not fit the datatype.
+            of a given name; a list is ragged; a number does not fit its datatype.
     """
     inputs_by_name: Mapping[str, Any] = (
         inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
@@ -85,15 +89,16 @@ def _convert_input(datatypes: Mapping[str, str], name: str, value: Any, model: s
 
 
 def as_array(description: str, value: Any, datatype: str) -> Any:
-    """Return an array of `datatype` with the values of nested lists or of a number.
+    """Return an array of `datatype` with the values of nested lists, or with the value of one number.
 
-    Integers do not wrap. An integer datatype accepts 1.0 but neither 1.5 nor booleans. A finite number never becomes
-    infinite; floating-point values are rounded to the nearest. A list of arrays keeps the datatype of the arrays.
+    Integers do not wrap around. An integer datatype accepts 1.0, but neither 1.5 nor booleans. A floating-point value
+    is rounded to the nearest value of the datatype; a finite number that would become infinite is an error. A list of
+    arrays keeps the datatype of the arrays.
 
     Args:
-        description: the name of the input in error texts.
-        value: an instance of `UNTYPED_TYPES`.
-        datatype: the name of a datatype of the protocol.
+        description: how error texts name the input, such as `input "x"`.
+        value: a number or list: an instance of one of `UNTYPED_TYPES`.
+        datatype: the name of the datatype in the protocol, such as "FP32".
 
     Raises:
         InvalidArgument: the lists are ragged, too deep or too large, or a value does not fit the datatype.
@@ -115,7 +120,7 @@ def as_array(description: str, value: Any, datatype: str) -> Any:
 
 
 def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
-    """Return the values of nested lists in one list, and the shape."""
+    """Return the values of nested lists in one list, and the shape of the nested lists."""
     level: List[Any] = [value]
     shape: Tuple[int, ...] = ()
     size = 1
@@ -125,7 +130,7 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
         length = _common_length(description, shape, level)
         shape += (length,)
         size *= length
-        # Check before memory is allocated: a list may contain itself.
+        # Check the size before memory is allocated, because a list that contains itself would be endless.
         if size * item_bytes > limits.MAX_FRAME_BYTES:
             raise InvalidArgument(
                 f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}"
@@ -135,7 +140,7 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
 
 
 def _common_length(description: str, shape: Tuple[int, ...], level: List[Any]) -> int:
-    """Return the common length of all lists of a level, or raise `InvalidArgument` if they differ."""
+    """Return the common length of all lists at one nesting level. Raise `InvalidArgument` if their lengths differ."""
     length = len(level[0]) if _is_list(level[0]) else -1
     for index, each in enumerate(level):
         if not _is_list(each) or len(each) != length:
@@ -157,9 +162,10 @@ def _format_index(shape: Tuple[int, ...], index: int) -> str:
 
 
 def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
-    """Return lists of arrays as one array. All arrays must have the same datatype and shape.
+    """Return nested lists of arrays as one array. Raise `InvalidArgument` if datatypes or shapes of the arrays differ.
 
-    Otherwise numpy would promote the datatypes, and make an array of objects of ragged shapes.
+    Without this check, numpy would convert different datatypes to a common one, and turn ragged shapes into an array of
+    objects.
     """
     array_types = [_describe_array(each) for each in arrays]
     first = next(kind for kind in array_types if kind)
@@ -173,11 +179,11 @@ def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -
 
 
 def _describe_array(value: Any) -> str:
-    """Return datatype and shape of an array as text, or "" for any other value."""
+    """Return datatype and shape of an array as a text. Return "" for any value that is not an array."""
     return f"{value.dtype} {list(value.shape)}" if issubclass(type(value), np.ndarray) else ""
 
 
-# --- values: each function returns an array and, if a value does not fit, its index --------------------------------
+# --- values: each function returns an array and, if a value does not fit the datatype, the index of that value -----
 
 
 def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
@@ -186,13 +192,13 @@ def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
 
 
 def _convert_integers(values: List[Any], dtype: Any) -> _Conversion:
-    # Many JSON clients write 1 as 1.0, because JSON has only one type of number.
+    # Accept floats such as 1.0, because many JSON clients write the number 1 as 1.0: JSON has only one number type.
     bad_index = _first_of_other_type(values, _REAL_TYPES)
     if bad_index is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
         bad_index = next((index for index, each in enumerate(values) if not _is_integral(each)), None)
     if bad_index is not None:
         return None, bad_index
-    # Python's integers are compared exactly.
+    # Convert to Python integers, which can be compared exactly with the limits of the datatype.
     values = [*map(int, values)]
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     if values and not low <= min(values) <= max(values) <= high:
@@ -227,7 +233,10 @@ def _fits_float64(value: Any) -> bool:
 
 
 def _first_of_other_type(values: List[Any], types: Tuple[type, ...]) -> Optional[int]:
-    """Return the index of the first value of another type. Booleans match only if `types` contains bool."""
+    """Return the index of the first value that is of none of `types`.
+
+    Booleans are accepted only if `types` contains bool.
+    """
     other_types = {
         kind
         for kind in set(map(type, values))

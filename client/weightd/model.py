@@ -1,4 +1,4 @@
-"""Callable models, and `map` with a bounded number of requests in flight."""
+"""Models as callable objects, and the `map` function, which limits the number of requests in progress."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ if TYPE_CHECKING:
 
 DEFAULT_IN_FLIGHT = 32
 
-# By default a model's queue in the daemon holds no more requests than that, and the client keeps all their responses.
+# Maximum `in_flight`. By default a model's queue in the daemon holds no more than 1024 requests. The client keeps the
+# responses of all requests in flight in memory.
 MAX_IN_FLIGHT = 1024
 
 
 class PendingOutput(Pending):
-    """A pending request of a `Model`."""
+    """A request in progress that `Model.submit` has sent."""
 
     __slots__ = ()
 
     def result(self) -> Any:
-        """Wait for the response as `Pending.result`, and return it as a call of the `Model` would."""
+        """Wait for the response, as `Pending.result`. Return it in the form in which calling the `Model` returns it."""
         return _unwrap_single(self._wait())
 
 
 class Model(Uncopied):
-    """A model of the daemon as a callable. `Client.model` creates it.
+    """A model as a callable object. `Client.model` creates it.
 
     ::
 
@@ -81,10 +82,11 @@ class Model(Uncopied):
     def __call__(self, **inputs: Value) -> Any: ...
 
     def __call__(self, *alone: Any, **named: Any) -> Any:
-        """Run the model on inputs given by name, or on one argument as `inputs` of `Client.infer`.
+        """Run the model. Give inputs by name as keyword arguments, or one argument as `inputs` of `Client.infer`.
 
         Returns:
-            The output if the response has exactly one, otherwise the outputs by name: read-only numpy arrays.
+            The output itself if the response has exactly one output, otherwise the outputs by name. Outputs are
+            read-only numpy arrays.
 
         Raises:
             RequestError: as `Client.infer`.
@@ -98,12 +100,18 @@ class Model(Uncopied):
     def submit(self, **inputs: Value) -> PendingOutput: ...
 
     def submit(self, *alone: Any, **named: Any) -> PendingOutput:
-        """Send a request and return at once, as `Client.submit`. Inputs are given as in a call."""
+        """Send a request without waiting for the response, as `Client.submit`.
+
+        Give the inputs as in a call of the model.
+        """
         pending = self._submit(_call_inputs(alone, named))
         return PendingOutput(pending.result, pending.done, pending.cancel)
 
     def map(self, inputs: Iterable[Inputs], *, in_flight: int = DEFAULT_IN_FLIGHT) -> Generator[Any, None, None]:
-        """Run the model on each of `inputs`, as `Client.map`, and yield what a call would return."""
+        """Run the model on each of `inputs`, as `Client.map`.
+
+        For each input, yield what calling the model would return.
+        """
         return _unwrap_each(self._map(inputs, in_flight=in_flight))
 
     def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -112,7 +120,7 @@ class Model(Uncopied):
 
 
 class AsyncModel(Uncopied):
-    """A model of the daemon as an asynchronous callable. `AsyncClient.model` creates it.
+    """A model as a callable object whose calls are awaited. `AsyncClient.model` creates it.
 
     Attributes:
         name: the model's name in the daemon's configuration.
@@ -143,7 +151,10 @@ class AsyncModel(Uncopied):
     def map(
         self, inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]], *, in_flight: int = DEFAULT_IN_FLIGHT
     ) -> AsyncGenerator[Any, None]:
-        """Run the model on each of `inputs`, as `AsyncClient.map`, and yield what a call would return."""
+        """Run the model on each of `inputs`, as `AsyncClient.map`.
+
+        For each input, yield what calling the model would return.
+        """
         return _unwrap_each_async(self._map(inputs, in_flight=in_flight))
 
     async def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
@@ -190,8 +201,8 @@ def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[ty
     """Check the arguments of `map`.
 
     Raises:
-        InvalidArgument: `in_flight` is out of range, or `inputs` is not one of `iterable_types`, or is a mapping or
-            string.
+        InvalidArgument: `in_flight` is out of range, `inputs` is an instance of none of `iterable_types`, or `inputs`
+            is a mapping or a string.
     """
     if not (type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT):
         raise InvalidArgument(
@@ -205,9 +216,9 @@ def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[ty
 def map_ordered(
     submit: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int
 ) -> Generator[Any, None, None]:
-    """Submit a request for each of `inputs`, and yield the responses in input order as soon as they arrive.
+    """Submit a request for each of `inputs`, and yield the responses in the order of the inputs.
 
-    However the generator ends, it cancels the requests in progress.
+    When the generator ends for any reason, it cancels the requests in progress.
     """
     pending_requests: Deque[Pending] = deque()
     try:
@@ -224,7 +235,10 @@ def map_ordered(
 
 
 def _pop_first_result(pending_requests: Deque[Pending]) -> Any:
-    """Wait for the first response and remove its request. Only the caller keeps the response alive."""
+    """Wait for the response to the oldest request, and remove the request from `pending_requests`.
+
+    After that, only the caller keeps the response alive.
+    """
     answer = pending_requests[0].result()
     pending_requests.popleft()
     return answer

@@ -1,7 +1,7 @@
-"""Polling of file descriptors with `select.poll`, also under eventlet, and a `Waker` that ends a wait.
+"""Polling of file descriptors that also works under eventlet, and a `Waker` that interrupts a waiting thread.
 
-`eventlet.monkey_patch` removes `select.poll`, before or after this module is imported, and replaces `select.select` by
-a function that runs other green threads while it waits.
+`eventlet.monkey_patch` removes `select.poll`, possibly after this module was imported. It replaces `select.select` by a
+function that runs other green threads while it waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ, WRITE = int(select.POLLIN), int(select.POLLOUT)
 
 
 def new_poller(descriptors: Sequence[int]) -> Any:
-    """Return a `select.poll` object, or an equivalent one, registered to read from `descriptors`."""
+    """Return a poller that watches `descriptors` for reading: `select.poll`, or `SelectPoller` if that is missing."""
     poller: Any = select.poll() if hasattr(select, "poll") else SelectPoller()
     for descriptor in descriptors:
         poller.register(descriptor, READ)
@@ -33,20 +33,20 @@ class SelectPoller:
         self._events: Dict[int, int] = {}
 
     def register(self, descriptor: int, events: int) -> None:
-        """Register or replace the events of a descriptor: `READ`, `WRITE` or both."""
+        """Set the events for which a descriptor is polled: `READ`, `WRITE` or both. Earlier events are replaced."""
         self._events[descriptor] = events
 
     modify = register
 
     def poll(self, milliseconds: float) -> List[Tuple[int, int]]:
-        """Wait at most `milliseconds`, and return the ready descriptors with one event each."""
+        """Wait at most `milliseconds`. Return the descriptors that are ready, each with `READ` or `WRITE`."""
         readable = [each for each, events in self._events.items() if events & READ]
         writable = [each for each, events in self._events.items() if events & WRITE]
         if milliseconds > 0:
             to_read, to_write, _ = select.select(readable, writable, [], milliseconds / 1000)
         else:
-            # eventlet's `select` switches to other green threads even if it does not wait, and rejects a descriptor
-            # that another green thread waits for.
+            # Do not use eventlet's `select` here. It switches to other green threads even with a timeout of 0, and it
+            # rejects a descriptor that another green thread is waiting for.
             ready = zmq.zmq_poll(
                 [*((each, zmq.POLLIN) for each in readable), *((each, zmq.POLLOUT) for each in writable)], 0
             )
@@ -56,7 +56,7 @@ class SelectPoller:
 
 
 class Waker:
-    """Wakes a thread from `wait`. Each `set` ends the current wait or, if no thread waits, the next one."""
+    """Wakes a thread that is in `wait`. If no thread waits when `set` is called, the next `wait` returns at once."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -66,28 +66,33 @@ class Waker:
         self._closed = False
 
     def set(self) -> None:
-        """End the current wait, or the next one."""
-        # The lock prevents a write to a closed descriptor, whose number may have been reused.
+        """End the current `wait`. If no thread waits, the next `wait` returns at once."""
+        # Without the lock, `set` could write to the descriptor after `close`, when its number may be in use for another
+        # file.
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write, b"\0")
 
     def make_poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
-        """Return a poller for `wait`: all descriptors for reading and, if `to_write`, the first for writing."""
+        """Return a poller to pass to `wait`.
+
+        It polls all descriptors for reading and, if `to_write`, the first for writing.
+        """
         poller = new_poller((*descriptors, self._read))
         if to_write:
             poller.modify(descriptors[0], READ | WRITE)
         return poller
 
     def wait(self, poller: Any, deadline: float) -> bool:
-        """Wait until the poller is ready; return False if the deadline passed first."""
+        """Wait until a descriptor of the poller is ready or `set` is called; return False at the deadline."""
         timeout_ms = (deadline - monotonic()) * 1000
-        # `poll` never waits for less than its timeout. A negative timeout would wait forever.
+        # Poll with the whole remaining time: `poll` never returns before its timeout. A negative timeout would wait
+        # forever.
         ready: Sequence[Any] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
         if not ready:
-            # If the process was stopped until the timeout had expired, Python returns nothing even if descriptors are
-            # ready.
+            # If the process was suspended past the timeout, Python reports no descriptor even if some are ready. Ask
+            # again.
             ready = poller.poll(0)
         if not ready:
             return False
@@ -96,7 +101,7 @@ class Waker:
         return True
 
     def close(self) -> None:
-        """Close the pipe. Further calls have no effect."""
+        """Close the pipe. Repeated calls have no effect."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,4 +1,4 @@
-"""Retry policy: decides whether a failed call is repeated, and after which pause. This module does not sleep."""
+"""Retry policy: decides whether a failed call is repeated, and after how many seconds. This module does not sleep."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from weightd import arguments
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.schema import describe_value
 
-# A request that still fails after this many attempts needs a person's attention.
+# Maximum value of `Retry.attempts`. If ten attempts fail, more attempts are unlikely to help.
 MAX_ATTEMPTS = 10
 MAX_PAUSE_S = 60.0
 
-# The errors that docs/protocol.md marks with "later": the same request may succeed later.
+# The errors after which the same request may succeed later. The table of errors in docs/protocol.md marks them with
+# "later".
 _RETRYABLE_ERRORS = (ResourceExhausted, Unavailable)
 
-# There is no further attempt if it would have less time than this.
+# Minimum number of seconds for an attempt. If less time would remain, the call is not repeated.
 _MIN_ATTEMPT_S = 0.001
 
 
 @dataclass(frozen=True)
 class Retry:
-    """Retry policy for calls that fail with `ResourceExhausted` or `Unavailable`. Attempts share the timeout.
+    """Retry policy for calls that fail with `ResourceExhausted` or `Unavailable`.
+
+    All attempts of a call, and the pauses between them, share the timeout of the call.
 
     Attributes:
         attempts: the maximum number of attempts, including the first.
-        pause: seconds before the second attempt, doubled before each further attempt. The client waits for a random
-            part of the pause, between half and all of it, so that clients do not return at the same moment. The error's
-            `retry_after` is added.
-        max_pause: the upper limit of the growing pause, in seconds.
+        pause: seconds of the pause before the second attempt. The pause doubles before each further attempt. The client
+            waits for a random time between half the pause and the whole pause, so that several clients do not repeat
+            their calls at the same moment. If the error has a `retry_after`, the client waits for these seconds in
+            addition.
+        max_pause: the maximum to which the pause grows by doubling, in seconds.
 
     Raises:
         InvalidArgument: a value is out of range.
@@ -52,7 +56,7 @@ class Retry:
 
 
 def check_retry(retry: Any) -> Optional[Retry]:
-    """Return the retry policy of a client, or None.
+    """Check the argument `retry` of a client and return it.
 
     Raises:
         InvalidArgument: `retry` is neither a `Retry` nor None.
@@ -68,7 +72,7 @@ class Attempts:
     Args:
         retry: the retry policy.
         seconds: the timeout of the call.
-        clock: returns the time in seconds.
+        clock: returns the current time in seconds, as `time.monotonic`.
         random_fraction: returns a new random number from 0 to 1 at each call.
     """
 
@@ -87,11 +91,11 @@ class Attempts:
         self._failure_count = 0
 
     def remaining_s(self) -> float:
-        """Return the seconds available to the next attempt, which is always more than 0."""
+        """Return the number of seconds until the call's timeout, at least a minimum for one attempt."""
         return max(_MIN_ATTEMPT_S, self._deadline - self._clock())
 
     def pause_after(self, error: RequestError) -> Optional[float]:
-        """Record a failed attempt. Return the seconds before the next one, or None if there must be no further one."""
+        """Record that an attempt failed with `error`. Return the seconds until the next attempt, or None to give up."""
         self._failure_count += 1
         if self._failure_count >= self._retry.attempts or not isinstance(error, _RETRYABLE_ERRORS):
             return None

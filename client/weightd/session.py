@@ -1,4 +1,4 @@
-"""State of a client that does not depend on how it waits: shared by the blocking and the asyncio client."""
+"""State of a client that the blocking and the asyncio client have in common."""
 
 from __future__ import annotations
 
@@ -30,46 +30,51 @@ DEFAULT_TIMEOUT_S = 30.0
 
 _TCP_SCHEME = "tcp://"
 
-# Pause before the next attempt to connect to a listener whose backlog is full.
+# Seconds until the next attempt to connect to a listener whose backlog is full.
 BUSY_RETRY_INTERVAL_S = 0.002
 
-# Errors after which a connection is unusable: raised by `receive`, or by `on_message` for a received message.
+# Errors after which the connection cannot be used any more. `DaemonConnection.receive` and `ClientCore.on_message`
+# raise them.
 CONNECTION_LOST_ERRORS = (Unavailable, RemoteProtocolError)
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 _MAX_GRACE_S = 0.5
 
-# A wait that ends this much after its deadline shows that the process was suspended.
+# If a wait ends more than this many seconds after its deadline, the process must have been suspended.
 _SUSPENDED_THRESHOLD_S = 0.1
 
-# Extra time to read a response that arrived while the process was suspended, including the rest of a long one.
+# Extra seconds for reading a response that arrived while the process was suspended, or that was arriving just then.
 _RESUME_GRACE_S = 0.5
 
 
 class WrongProcess(WeightdError):
-    """A client is used in a forked process. Create a client in each process: they are cheap."""
+    """A client was used in a process that was forked from its creator.
+
+    Create a client in each process: it costs little.
+    """
 
 
 class ClientClosed(WeightdError):
-    """A client is used after `close`, or was closed during a call."""
+    """A client was used after `close`, or was closed while a call was in progress."""
 
 
-# All sessions of this process.
+# All sessions of this process. After a fork, the child marks them as unusable.
 _sessions: WeakSet[ClientSession] = WeakSet()
 
 
 class ClientSession:
-    """Session of a client: its calls and its connection. When the connection is lost, all calls end.
+    """Session of a client: its calls and its current connection. When the connection is lost, all calls fail.
 
     Attributes:
-        address: the daemon's address. Before the first connection, the default address that is being tried.
+        address: the daemon's address. Before the first connection, the default address that the client is trying.
         timeout: the default timeout of a call in seconds.
-        default_timeout_and_grace: the result of `resolve_timeout` for this timeout.
-        core: protocol state: the calls and their messages.
-        connection: the current connection, or the last one, which is then closed.
+        default_timeout_and_grace: the result of `resolve_timeout` for the default timeout.
+        core: the client's side of the protocol: calls in progress and their messages.
+        connection: the current connection. Before the first connection and after a loss, a closed connection.
         closed: whether the user has closed the client.
-        is_forked_copy: whether this process was forked from the one that created the client.
-        protocol_error: the reason for which the daemon ended the last connection, if it has sent one.
+        is_forked_copy: True in a process that was forked from the process that created the client.
+        protocol_error: the error with which the last connection ended, if the daemon sent a reason or violated the
+            protocol; otherwise None.
     """
 
     def __init__(
@@ -93,18 +98,19 @@ class ClientSession:
         _sessions.add(self)
 
     def check_usable(self) -> None:
-        """Check that the client may be used.
+        """Check that the client is open and was created in this process.
 
         Raises:
-            WrongProcess, ClientClosed: the client may not be used in this process, or is closed.
+            WrongProcess, ClientClosed: the client was created in another process, or is closed.
         """
         if self.closed or self.is_forked_copy:
             raise self.unusable_error()
 
     def resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return the timeout of a call in seconds, and a grace period.
+        """Return the timeout and the grace period of a call in seconds.
 
-        In the grace period the daemon can report the expired deadline itself, with more details than the client has.
+        When the timeout has passed, the daemon sends an error with details that the client does not know. The grace
+        period leaves time for this error to arrive.
 
         Raises:
             InvalidArgument: `timeout` is out of range.
@@ -115,12 +121,13 @@ class ClientSession:
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
     def connect_steps(self) -> ConnectSteps[DaemonConnection]:
-        """Connect to the first address at which a daemon listens, by the first transport that works.
+        """Connect to the first address at which a daemon listens, and return the connection.
 
-        After the first connection the client stays with that address.
+        At each address the client tries the Unix socket first, then ZeroMQ. After the first connection it always uses
+        the same address.
 
         Raises:
-            RequestError: no connection was possible; the text gives the reason.
+            RequestError: no address could be connected to. The text of the error gives the reason.
         """
         failures: List[NoDaemon] = []
         for address in self._addresses:
@@ -152,21 +159,23 @@ class ClientSession:
             raise
 
     def on_connected(self, connection: DaemonConnection) -> None:
-        """Make `connection` the current connection."""
+        """Make `connection` the current connection of the session."""
         self.core.shm_tensors.on_connected(can_share=connection.accepts_descriptors)
         self.connection = connection
 
     def send(self, frames: List[Any], call: Optional[PendingCall] = None) -> int:
-        """Send a message: the frames of `call`, or a message without a response.
+        """Send the message of `call`, or a message that has no response, such as a cancellation.
 
-        The garbage collector may send the latter while another message is being sent; it is then sent after that one.
+        The garbage collector may run in the middle of this method and call it again to cancel a request. The
+        cancellation is then sent after the message that is being sent.
 
         Returns:
-            0 if the message was sent completely, otherwise the `sent_count` of the connection at which it will be.
+            0 if all of the message was sent. Otherwise the value that `connection.sent_count` will have when all of it
+            has been sent.
 
         Raises:
-            ConnectionLost: nothing was sent, because the connection is lost or, for a call, because other data must be
-                sent first.
+            ConnectionLost: nothing was sent. The connection is lost or, for a call, earlier data is still waiting to be
+                sent.
         """
         core = self.core
         connection = self.connection
@@ -185,7 +194,7 @@ class ClientSession:
                     connection.send(encode(message), () if region is None else (region.descriptor,))
             all_sent = connection.send(frames)
             while self._deferred:
-                # If the connection is lost now, the next read reports it.
+                # If the connection is lost here, the next `receive` reports the loss.
                 with contextlib.suppress(OSError):
                     connection.send(self._deferred.popleft())
         except OSError:
@@ -201,7 +210,7 @@ class ClientSession:
         return 0 if all_sent else connection.get_sent_target()
 
     def drop_connection(self, error: BaseException) -> None:
-        """Close the connection because of `error`, and fail all calls in progress with that error."""
+        """Close the connection and fail all calls in progress with `error`, the reason for closing it."""
         kind = type(error) if isinstance(error, CONNECTION_LOST_ERRORS) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was closed in the middle of a message"
         self.connection.close()
@@ -211,7 +220,7 @@ class ClientSession:
         self.core.fail_all(kind, text)
 
     def mark_closed(self) -> None:
-        """Fail all calls with `ClientClosed`. The transport must still close the connection."""
+        """Mark the client as closed and fail all calls with `ClientClosed`. The transport closes the connection."""
         self.closed = True
         self.connection.mark_broken()
         self.core.fail_all(ClientClosed, str(self.unusable_error()))
@@ -219,29 +228,29 @@ class ClientSession:
     # --- errors of both clients ---------------------------------------------------------------------------------
 
     def unusable_error(self) -> WeightdError:
-        """Return the error for using a client that is closed or belongs to another process."""
+        """Return the error for the use of a client that is closed or was created in another process."""
         if self.is_forked_copy:
             return WrongProcess("this client was created in another process; create one client in each process")
         return ClientClosed("this client is closed")
 
     def connect_timeout_error(self) -> DeadlineExceeded:
-        """Return the error for a connection attempt that has timed out."""
+        """Return the error for a connection that was not established before the deadline."""
         return DeadlineExceeded(f"handshake with {self.address.text} timed out: the daemon does not respond")
 
     def send_timeout_error(self) -> DeadlineExceeded:
-        """Return the error for a message that could not be sent in time."""
+        """Return the error for a message that could not be sent before the deadline."""
         return DeadlineExceeded(f"sending to {self.address.text} timed out: the daemon does not read")
 
     def answer_timeout_error(self) -> DeadlineExceeded:
-        """Return the error for a response that has not arrived in time."""
+        """Return the error for a response that did not arrive before the deadline."""
         return DeadlineExceeded(f"request to {self.address.text} timed out: the daemon does not respond")
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:
-    """Return a later deadline for a wait that timed out, or None if the process really waited that long.
+    """Return a later deadline if a wait timed out only because the process was suspended; otherwise None.
 
-    If the process was suspended beyond the deadline, the response may have arrived in time and be in the socket's
-    buffer.
+    While the process was suspended, the response may have arrived; it is then in the socket's buffer and has to be
+    read.
     """
     now = monotonic()
     return now + _RESUME_GRACE_S if started_at < deadline < now - _SUSPENDED_THRESHOLD_S else None

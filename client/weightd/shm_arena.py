@@ -1,8 +1,8 @@
-"""Memory shared with the daemon's workers, and the arrays that are allocated in it.
+"""Memory that a client shares with the daemon's workers, and the arrays that are allocated in this memory.
 
-A region is a memfd that is mapped into this process. An array allocated in a region keeps the region and its block
-alive until the last view of the array is gone; then the block can be reused. Code that has sent the location of an
-array to another process must keep the array alive as long as that process may access it.
+A region is a memfd that is mapped into this process. An array occupies a block of a region and keeps block and region
+alive. When the array and all of its views are gone, the block can be reused. Code that has sent the location of an
+array to another process must keep the array alive as long as that process may access the memory.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ from weightd_protocol.schema import describe_value
 
 _BYTE = np.dtype(np.uint8)
 
-# A cache line, which is also the alignment of the widest vector instructions.
+# Alignment of blocks in bytes: the size of a cache line, and the alignment of the widest vector instructions.
 ALIGNMENT = 64
 
-# The kernel allocates pages of a region on first use, so a large region costs nothing.
+# Minimum size of a new region. A large region costs nothing, because the kernel allocates its pages on first use.
 _MIN_REGION_BYTES = 16 * 1024 * 1024
 
-# Limit for all regions of a client. Tensors beyond it are sent in frames.
+# Maximum total size of a client's regions. Tensors that do not fit are sent in frames.
 MAX_BYTES = 2 * 1024 * 1024 * 1024
 
-# Number of recently returned blocks that are searched for the same size: requests and responses have few sizes.
+# `take` looks for a block of the same size among this many blocks, those returned last: requests have few different
+# sizes.
 _RECENT_BLOCKS = range(4)
 
 
 class MemfdRegion:
-    """A mapped memfd.
+    """A memfd that is mapped into this process.
 
     Attributes:
         descriptor: the file descriptor of the memfd, open as long as this object exists.
-        nbytes: the size in bytes.
-        start_address: the address in this process.
-        returned_blocks: offsets and sizes of blocks that are no longer needed. The next allocation frees them. They are
-            not freed when the last view is collected, because that can happen anywhere, even within `take`.
+        nbytes: the size of the region in bytes.
+        start_address: the address at which the region is mapped in this process.
+        returned_blocks: offsets and sizes of blocks that are no longer used. The next allocation frees them. A block is
+            not freed when its last view is collected, because the garbage collector may run anywhere, even within
+            `take`.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,7 +64,7 @@ class MemfdRegion:
         self._free_list = FreeList(nbytes)
         self.returned_blocks: Deque[Tuple[int, int]] = deque()
         self.start_address: int = self._bytes.__array_interface__["data"][0]
-        # Whether each page is known to have memory, which is charged to this process.
+        # Whether each page is known to have memory. The kernel charges this memory to the client's process.
         self._is_populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
 
     @property
@@ -72,7 +74,7 @@ class MemfdRegion:
         return self._free_list.is_unused
 
     def take(self, nbytes: int) -> Optional[Block]:
-        """Return a block of `nbytes` bytes, or None if the region has no room."""
+        """Return a block of `nbytes` bytes. Return None if the region has no free range of this size."""
         returned = self.returned_blocks
         for _ in _RECENT_BLOCKS if returned else ():
             offset, size = returned.pop()
@@ -88,21 +90,22 @@ class MemfdRegion:
         return Block(self, offset, nbytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Allocate memory for each page of a range: a worker writes no output to a page that has none."""
+        """Make the kernel allocate each page of a range, because a worker writes no output to a page without memory."""
         end = offset + nbytes
         pages = self._is_populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         if not pages.all():
-            # Reading one byte of each page allocates it, and cannot overwrite the data of another process.
+            # Reading one byte of each page makes the kernel allocate the page. A write could overwrite the data of
+            # another process.
             self._bytes[offset : end : mmap.PAGESIZE].max()
             self._bytes[end - 1].max()
             pages[:] = True
 
     def write(self, offset: int, array: Any) -> None:
-        """Write an array, which is in C order, at `offset`."""
+        """Copy the elements of an array to the region, from `offset` on. The array must be in C order."""
         self._bytes[offset : offset + array.nbytes] = array.reshape(-1).view(_BYTE)
 
     def offset_of(self, address: int, nbytes: int) -> Optional[int]:
-        """Return the offset of an address range in the region, or None if the range is not within it."""
+        """Return the offset in the region of `nbytes` bytes at `address`, or None if they are not all in it."""
         offset = address - self.start_address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
@@ -113,7 +116,7 @@ class MemfdRegion:
 
 
 class Block:
-    """A part of a region. It can be reused as soon as this object is collected."""
+    """A part of a region that is in use. When this object is collected, the part can be reused."""
 
     __slots__ = ("__array_interface__", "nbytes", "offset", "region")
 
@@ -123,7 +126,7 @@ class Block:
         self.nbytes = nbytes
 
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
-        """Return an array on this memory. The array and all of its views keep the block alive."""
+        """Return an array in the memory of this block. The array and all of its views keep the block alive."""
         self.__array_interface__: Dict[str, Any] = {
             "data": (self.region.start_address + self.offset, False),
             "shape": shape,
@@ -140,36 +143,39 @@ class ShmArena:
     """The regions of one client. Several threads may use it.
 
     Args:
-        max_bytes: limit for the size of all regions together.
+        max_bytes: maximum total size of the regions in bytes.
 
     Attributes:
-        regions: the current regions; each change creates a new tuple.
+        regions: the regions in which the client allocates. Each change replaces the tuple, so comparing tuples detects
+            it.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self.regions: Tuple[MemfdRegion, ...] = ()
-        # A forked process has the same memory, and this process cannot know how long the child needs an array.
+        # The hooks that run at a fork find the arena in this set. After a fork both processes have the same memory, and
+        # this process cannot know how long the child uses an array.
         with _fork_lock:
             _arenas.add(self)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return an uninitialized array, in ordinary memory if no region has room.
+        """Return an uninitialized array in a region, or in ordinary memory if no region has room.
 
         Raises:
-            InvalidArgument: the shape or the dtype is invalid, or there cannot be such an array.
+            InvalidArgument: the shape or the dtype is invalid, or numpy cannot create an array of this shape and dtype.
         """
         sizes = arguments.parse_shape("shape", shape)
         try:
             numpy_dtype: Any = np.dtype(dtype)
         except Exception as error:
-            # numpy also calls code of the object itself, which may raise anything.
+            # `np.dtype` may run code of the given object, which may raise any exception.
             raise InvalidArgument(f"dtype: expected a numpy dtype, got {describe_value(dtype)}: {error}") from error
         nbytes: int = numpy_dtype.itemsize
         for dim in sizes:
             nbytes *= dim
-        # Only values that have the same meaning in every process may be shared: an object is an address.
+        # Share only booleans, integers and floats. An array of objects contains addresses, which are valid in one
+        # process only.
         block = self.take(nbytes) if nbytes and numpy_dtype.kind in "biuf" else None
         try:
             return np.empty(sizes, numpy_dtype) if block is None else block.array(sizes, numpy_dtype)
@@ -179,13 +185,13 @@ class ShmArena:
             ) from None
 
     def take(self, nbytes: int) -> Optional[Block]:
-        """Return a block of a region, creating a region if necessary.
+        """Return a block of a region. Create a region if no region has room.
 
         Args:
-            nbytes: the size, at least 1.
+            nbytes: the size of the block in bytes, at least 1.
 
         Returns:
-            The block, or None if there is no room.
+            The block. None if the limit of the arena is reached or the kernel refuses a new region.
         """
         with self._lock:
             for region in self.regions:
@@ -197,7 +203,10 @@ class ShmArena:
             return None if new_region is None else new_region.take(nbytes)
 
     def find(self, array: Any) -> Optional[Tuple[MemfdRegion, int]]:
-        """Return the region and the offset of an array in C order, or None if it is in no region."""
+        """Return the region in which an array lies, and its offset there. Return None if it lies in no region.
+
+        The array must be in C order.
+        """
         if self.regions:
             address = array.__array_interface__["data"][0]
             for region in self.regions:
@@ -207,28 +216,29 @@ class ShmArena:
         return None
 
     def retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
-        """Stop allocating in these regions, because it is unknown how long other processes use their blocks."""
+        """Stop allocating in these regions, because it is unknown how long other processes will use their blocks."""
         with self._lock:
             self._retire(regions)
 
     def before_fork(self) -> None:
-        """Retire all regions, and block allocations of all threads until `after_fork`."""
+        """Before a fork: retire all regions, and make allocations of all threads wait until `after_fork`."""
         self._lock.acquire()
         self._retire(self.regions)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Allow allocations again. The child starts without regions, so that no region serves both processes."""
+        """After a fork: allow allocations again. The child starts without regions, so parent and child share none."""
         if in_child:
             self.regions = ()
         self._lock.release()
 
     def _retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
-        # Another process may still write to a block that is no longer in use here.
+        # A region with blocks in use is retired for good: another process may write to these blocks even after they are
+        # freed here.
         retired = [region for region in regions if not region.is_unused]
         self.regions = tuple(region for region in self.regions if region not in retired)
 
     def _drop_unused(self) -> None:
-        """Drop unused regions before a new one is created: they were too small."""
+        """Drop the regions without blocks in use before a larger region is created: they were too small."""
         self.regions = tuple(region for region in self.regions if not region.is_unused)
 
     def _add_region(self, nbytes: int) -> Optional[MemfdRegion]:
@@ -245,17 +255,17 @@ class ShmArena:
 
 
 class FreeList:
-    """First-fit allocator for the offsets of a region. It reuses low offsets first and merges adjacent free ranges.
+    """First-fit allocator of ranges of a region. It prefers low offsets and merges adjacent free ranges.
 
     Args:
-        nbytes: the size of the region.
+        nbytes: the size of the region in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
         # Free ranges, sorted.
         self._free_starts: List[int] = [0]
         self._free_ends: List[int] = [nbytes]
-        # End offset by start offset.
+        # The end offset of each allocation, by its start offset.
         self._allocated: Dict[int, int] = {}
 
     @property
@@ -264,7 +274,7 @@ class FreeList:
         return not self._allocated
 
     def take(self, nbytes: int) -> Optional[int]:
-        """Return the aligned start offset of a new allocation, or None if no free range is large enough."""
+        """Return the aligned start offset of a new allocation. Return None if no free range is large enough."""
         nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         for index, begin in enumerate(self._free_starts):
             end = begin + nbytes
@@ -296,7 +306,7 @@ class FreeList:
 
 _arenas: weakref.WeakSet[ShmArena] = weakref.WeakSet()
 
-# Held while the process forks and while `_arenas` changes.
+# A thread holds this lock while the process forks and while `_arenas` changes.
 _fork_lock = threading.Lock()
 _locked_arenas: List[ShmArena] = []
 

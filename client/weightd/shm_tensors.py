@@ -1,7 +1,7 @@
-"""Shared-memory tensors of a client's requests: allocation, registration with the daemon, and release. No I/O.
+"""Tensors of a client's requests in shared memory: allocation, registration with the daemon, release. No I/O.
 
-A request never waits for shared memory. A tensor uses it if the daemon has already registered the region; otherwise the
-tensor is sent in a frame.
+A region must be registered with the daemon before a request can use it. A request does not wait for that: a tensor
+whose region is not registered yet is sent in a frame.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from weightd_protocol.messages.inference import InferResponse, RequestDescriptio
 from weightd_protocol.messages.regions import Register, Unregister
 from weightd_protocol.tensors import from_frame, from_memory
 
-# Smaller tensors are sent in frames, which is faster for them.
+# Minimum size of a tensor in shared memory. Smaller tensors are sent in frames, which is faster.
 MIN_SHARED_BYTES = 64 * 1024
 
-# Number of request descriptions whose output sizes are remembered; the oldest is dropped first.
+# Maximum number of request descriptions whose output sizes are remembered. The oldest one is dropped first.
 _MAX_REMEMBERED = 256
 
 _EMPTY: Dict[Any, Any] = {}
@@ -29,16 +29,17 @@ RegionMessage = Union[Register, Unregister]
 
 
 class WrongOut(InvalidArgument):
-    """An array in `out` does not match the output."""
+    """The dtype or the shape of an array in `out` does not match the output."""
 
 
-# Location of an input in a request: position, region and offset; for an output buffer, followed by its size.
+# Location of an input: its position in the request, its region's id and its offset. The location of an output buffer
+# also has the buffer's size.
 SharedInput = Tuple[int, str, int]
 SharedOutput = Tuple[int, str, int, int]
 
 
 class UserBuffer:
-    """Output buffer in an array of the caller that lies in a region. It has the interface of `Block`."""
+    """Output buffer in an array of the caller that lies in a region. It has the same attributes as `Block`."""
 
     __slots__ = ("_array", "nbytes", "offset", "region")
 
@@ -49,22 +50,22 @@ class UserBuffer:
         self.nbytes: int = array.nbytes
 
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
-        """Return an array on the first bytes of the buffer."""
+        """Return an array of `shape` and `dtype` that begins at the start of the buffer."""
         return np.ndarray(shape, dtype, self._array)
 
 
 class Lease(NamedTuple):
-    """The tensors of one request. It keeps their memory alive while the request is in progress.
+    """The tensors of one request. The lease keeps their memory alive while the request is in progress.
 
     Attributes:
-        epoch: the epoch of the connection for which the lease was made.
+        epoch: the number of the connection for which the lease was made.
         arrays: the inputs as the caller gave them.
         out: the caller's arrays for outputs, by output name.
-        framed_inputs: the inputs that are sent in frames.
-        shared_inputs: the locations of the other inputs in shared memory.
-        copies: the blocks into which inputs were copied.
-        output_buffers: the buffers for outputs, by the position of the output.
-        shared_outputs: the locations of these buffers as the request names them.
+        framed_inputs: the inputs that are sent in frames, not in shared memory.
+        shared_inputs: the locations of the inputs that are in shared memory.
+        copies: the blocks of shared memory into which the client copied inputs.
+        output_buffers: the buffers for outputs in shared memory, by the position of the output in the response.
+        shared_outputs: the locations of the output buffers, in the form in which the request contains them.
     """
 
     epoch: int
@@ -78,21 +79,23 @@ class Lease(NamedTuple):
 
 
 class ShmTensors:
-    """Shared memory of one client.
+    """Tensors of one client in shared memory.
 
-    Several threads may use it. One at a time processes messages of the daemon, and one at a time calls
-    `take_region_messages`.
+    Several threads may use the object. Only one thread at a time may process messages of the daemon, and only one at a
+    time may call `take_region_messages`.
 
     Args:
-        next_id: returns the id of the next message.
+        next_id: returns a new id for a message.
 
     Attributes:
-        arena: the memory.
-        announced_regions: the regions of the arena when all of them were announced to the daemon; None if
+        arena: the client's regions, in which tensors are allocated.
+        announced_regions: the value of `arena.regions` for which `take_region_messages` last created messages; None if
             `take_region_messages` must be called before each request.
-        leases: leases of the requests that have not ended or whose memory a worker may still write to, by request id.
-        large_outputs: for requests with large outputs, by the id() of their description: the description itself, which
-            keeps the id() valid, the description of the response, and position, name and size of each large output.
+        leases: the leases whose memory workers may use, by request id. The request has not ended, or a worker may still
+            write to its output buffers.
+        large_outputs: for requests with large outputs, by the id() of the request's description: the description
+            itself, which keeps the id() valid, the description of the response, and position, name and size in bytes of
+            each large output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
@@ -106,7 +109,8 @@ class ShmTensors:
         self._lock = threading.Lock()
         # Changes with each connection.
         self._epoch = 0
-        # Whether regions can be registered on the current connection, and the ids that the daemon assigned to them.
+        # Whether regions can be registered on the current connection, and the ids that the daemon has assigned to
+        # regions.
         self._can_share = False
         self._region_ids: Dict[MemfdRegion, str] = {}
         self._registering: Dict[str, MemfdRegion] = {}
@@ -115,7 +119,7 @@ class ShmTensors:
     # --- the connection -----------------------------------------------------------------------------------------
 
     def on_connected(self, *, can_share: bool) -> None:
-        """Reset the state for a new connection, on which no region is registered yet."""
+        """Forget the regions of the last connection: on a new connection no region is registered."""
         self.on_disconnected()
         self._can_share = can_share
 
@@ -133,9 +137,10 @@ class ShmTensors:
         )
 
     def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
-        """Return the messages to send before the next request, each with the region whose descriptor accompanies it.
+        """Return the messages that register or unregister regions. They must be sent before the next request.
 
-        The result is empty if `announced_regions` equals the arena's regions.
+        Each message comes with the region whose descriptor must accompany it, or None. The result is empty if
+        `announced_regions` is `arena.regions`.
         """
         regions = self.arena.regions
         if not self._can_share or regions is self.announced_regions:
@@ -155,7 +160,8 @@ class ShmTensors:
                     self._registering[register.id] = region
                     messages.append((register, region))
             self._refused_regions.intersection_update(regions)
-            # An unregistered region had to be in use here: a request may be about to name it. Check again next time.
+            # A retired region cannot be unregistered while a block of it is in use here, because a request may be about
+            # to name it. With None, the next request checks again.
             self.announced_regions = None if len(unused) < len(retired) else regions
         return messages
 
@@ -167,7 +173,10 @@ class ShmTensors:
                 self._region_ids[region] = region_id
 
     def on_refused(self, request_id: str) -> bool:
-        """Return whether a failed message was the registration of a region. That region is not offered again."""
+        """Return whether the failed message was the registration of a region.
+
+        The client does not register this region again.
+        """
         with self._lock:
             region = self._registering.pop(request_id, None)
             if region is not None:
@@ -177,7 +186,7 @@ class ShmTensors:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def new_lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
-        """Allocate shared memory for the tensors of a request with the inputs `arrays`, and return the lease."""
+        """Allocate shared memory for the inputs and large outputs of a request, and return the lease."""
         lease = Lease(self._epoch, arrays, out, [], [], [], {}, [])
         if not self._can_share:
             lease.framed_inputs.extend(arrays)
@@ -197,11 +206,11 @@ class ShmTensors:
         return lease
 
     def is_stale(self, lease: Lease) -> bool:
-        """Return whether the lease was made for a connection that is lost."""
+        """Return whether the connection for which the lease was made is lost."""
         return lease.epoch != self._epoch
 
     def activate(self, request_id: str, lease: Lease) -> bool:
-        """Keep the lease of a request that is being sent until it ends. Return False if the lease is stale."""
+        """Keep the lease until the request ends. Return False if the connection of the lease is lost."""
         if lease.epoch != self._epoch:
             return False
         if lease.shared_inputs or lease.output_buffers:
@@ -209,17 +218,17 @@ class ShmTensors:
         return True
 
     def release(self, request_id: str, *, running: bool = False) -> None:
-        """Release the memory of a request that has ended, unless a worker is still `running` it."""
+        """Release the shared memory of a request that has ended, unless a worker is still `running` the request."""
         if not running:
             self.leases.pop(request_id, None)
 
     def read_outputs(
         self, request: RequestDescription, lease: Optional[Lease], response: InferResponse, frames: Sequence[Any]
     ) -> Dict[str, Any]:
-        """Return the outputs of a request by name. `frames` belong to the outputs that are not in shared memory.
+        """Return the outputs of a request by name. `frames` contains only the outputs that are not in shared memory.
 
         Raises:
-            InvalidArgument: an output does not match its description, or the caller's array in `out`.
+            InvalidArgument: an output does not match its description, or the array given for it in `out`.
         """
         description = response.description
         if description.largest >= MIN_SHARED_BYTES:
@@ -246,8 +255,11 @@ class ShmTensors:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _share_input(self, lease: Lease, index: int, array: Any, nbytes: int) -> bool:
-        """Place an input in shared memory, in its own region or as a copy. Return False if that is not possible."""
-        # An array that owns its memory is not in an arena.
+        """Put an input into shared memory. Return False if that is impossible, so the input must be sent in a frame.
+
+        An input that lies in a region stays where it is; any other input is copied to a new block.
+        """
+        # An array that owns its memory is not in a region.
         found = None if array.base is None else self.arena.find(array)
         if found is not None:
             region, offset = found
@@ -266,7 +278,7 @@ class ShmTensors:
         return True
 
     def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, UserBuffer]]:
-        """Return a buffer for an output: in `user_array` if that lies in a region, otherwise a new block."""
+        """Return a buffer for an output: `user_array` itself if it lies in a region, otherwise a new block."""
         found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
         buffer = self.arena.take(nbytes) if found is None else UserBuffer(user_array, *found)
         if buffer is not None and buffer.nbytes:
@@ -286,7 +298,7 @@ class ShmTensors:
 
 
 def _fill_output(name: str, user_array: Any, array: Any) -> Any:
-    """Return the caller's array for an output, filled with the values."""
+    """Copy an output to the caller's array, unless the worker wrote it there already, and return the caller's array."""
     if user_array.dtype != array.dtype or user_array.shape != array.shape:
         expected = f"expected an array of {array.dtype} and shape {list(array.shape)}"
         raise WrongOut(f"out: {name}: {expected}, got {user_array.dtype} and {list(user_array.shape)}")

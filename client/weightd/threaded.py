@@ -1,14 +1,16 @@
-"""Transport of the blocking client: the calls of many threads over one connection, without a background thread.
+"""Transport of the blocking client. Many threads share one connection for their calls; there is no background thread.
 
-Every thread sends its own messages, under the lock of `_changed` and without blocking. One thread at a time is the
-reader. It waits in the kernel, without the lock, until data can be received or until unsent data can be sent. Only the
-reader closes a connection. The other threads wait for the reader: for a response in a `Waiter`, for other changes at
-`_changed`. A thread that cannot finish sending waits at `_changed` as well. It must be notified when the reader steps
-down, because no other thread may be left to read.
+Every thread sends its own messages, holding the lock of `_changed` and without blocking. One thread at a time is the
+reader. The reader waits in the kernel, without the lock, until data can be received or unsent data can be sent. Only
+the reader closes a connection. The other threads wait for the reader. A thread that expects a response waits in a
+`Waiter`. A thread that waits for another change of the connection waits at `_changed`; so does a thread whose message
+could be sent only in part. The reader must notify the threads at `_changed` when it steps down, because one of them may
+have to become the next reader.
 
-`ReaderElection` selects the reader among the threads that wait for responses. A thread reads for all until it has its
-own response, then another one takes over. An exception from outside, such as KeyboardInterrupt, may hit the reader
-before it steps down. That thread keeps the role and continues to read at its next call.
+`ReaderElection` selects the reader among the threads that wait for responses. The reader processes the messages for all
+threads until its own response arrives; then another thread takes over. An exception from outside, such as
+KeyboardInterrupt, may reach the reader before it steps down. In this case the thread remains the reader and continues
+to read at its next call.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from weightd_protocol.errors import Unavailable
 
 
 class ThreadedTransport:
-    """Sends requests and reads their responses.
+    """Sends the requests of a `Client` and reads their responses.
 
     Args:
         session: the client's session.
 
     Raises:
-        Unavailable: no file descriptors are left in this process.
+        Unavailable: this process cannot open any more file descriptors.
     """
 
     def __init__(self, session: ClientSession) -> None:
         self._session = session
-        # Reentrant, because a signal handler may close the client at any point of the same thread.
+        # Reentrant, because a signal handler may close the client while its thread holds the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._election = ReaderElection()
@@ -51,7 +53,7 @@ class ThreadedTransport:
         self._is_connecting = False
 
     def connect(self, deadline: float) -> None:
-        """Connect, or wait until the connection attempt of another thread has ended.
+        """Connect to the daemon. If another thread is already connecting, wait until that attempt has ended.
 
         Raises:
             RequestError: no process listens at the address, or the daemon does not respond in time.
@@ -60,7 +62,7 @@ class ThreadedTransport:
             self._connect(deadline)
 
     def send(self, prepared: PreparedCall, deadline: float) -> PendingCall:
-        """Start a call, connecting first if necessary, and wait until its message has been sent completely."""
+        """Send the message of a call, connecting first if necessary. Return when all of the message has been sent."""
         call, frames = prepared
         with self._lock:
             try:
@@ -70,7 +72,7 @@ class ThreadedTransport:
                 try:
                     target_sent = self._session.send(frames, call)
                 except ConnectionLost as error:
-                    # The daemon closed the new connection at once and has sent the reason.
+                    # The daemon closed the new connection at once. Read until its message with the reason has arrived.
                     self._wait_until_sent(self._session.connection, math.inf, deadline)
                     raise self._session.protocol_error or error from None
             if target_sent or (self._election.reader and not self._session.connection.is_level_triggered):
@@ -78,7 +80,7 @@ class ThreadedTransport:
         return call
 
     def wait(self, call: PendingCall, deadline: float) -> Any:
-        """Return the response of a call. This thread reads for all while it is the reader."""
+        """Return the response of a call. While this thread is the reader, it processes the messages for all threads."""
         started_at = monotonic()
         waiter = self._election.join(call)
         if waiter is None or self._wait_for_turn(waiter, started_at, deadline):
@@ -95,19 +97,19 @@ class ThreadedTransport:
         return call.result()
 
     def result(self, call: PendingCall, deadline: float) -> Any:
-        """Return the response as `wait`, after checking that the client is still usable."""
+        """Check that the client is usable, and return the response of a call as `wait` does."""
         self._session.check_usable()
         return call.result() if call.done else self.wait(call, deadline)
 
     def poll(self, call: PendingCall) -> bool:
-        """Process the received messages, and return whether the call is done."""
+        """Process the messages that have arrived. Return whether the call has ended."""
         self._session.check_usable()
         if not call.done:
             self.read_available()
         return call.done
 
     def read_available(self) -> None:
-        """Process the received messages, unless another thread is reading."""
+        """Process the messages that have arrived, unless another thread is the reader."""
         if self._election.try_read():
             try:
                 while not self._session.connection.closed and self._step(0.0):
@@ -126,20 +128,20 @@ class ThreadedTransport:
             try:
                 target_sent: float = self._session.send(self._session.core.cancel_frames(call))
             except ConnectionLost:
-                target_sent = math.inf  # The loss of the connection ends the call as well.
-            # The garbage collector may cancel the remaining requests of a `map` at any point of this thread, even
-            # within a read. In that case return at once, and let the interrupted read continue.
+                target_sent = math.inf  # A lost connection ends the call as well.
+            # The garbage collector may close a `map` generator, which cancels its requests, while this thread reads. In
+            # that case return at once, so that the interrupted read can continue.
             if self._election.is_current_reader:
                 self._waker.set()
             else:
                 self._finish_send(target_sent, deadline)
 
     def wake_reader(self) -> None:
-        """Make the reader check again which call it waits for."""
+        """Make the reader check whether its call has ended."""
         self._waker.set()
 
     def sleep_unless_closed(self, seconds: float) -> None:
-        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client becomes unusable meanwhile."""
+        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client is or becomes unusable."""
         deadline = monotonic() + seconds
         with self._lock:
             while monotonic() < deadline:
@@ -147,14 +149,17 @@ class ThreadedTransport:
                 self._changed.wait(deadline - monotonic())
 
     def close(self) -> None:
-        """End all calls. The connection is closed here or by the current reader."""
+        """End all calls with `ClientClosed`.
+
+        The connection is closed here or, if another thread is the reader, by that thread.
+        """
         with self._lock:
             self._session.mark_closed()
-            # With this count, every reader that steps down from now on calls `_notify_blocked`, which closes the
+            # With this count above 0, every reader that steps down calls `_notify_blocked`, which closes the
             # connection.
             self._election.blocked_count += 1
             self._changed.notify_all()
-        # A signal handler may call this method in the middle of a read.
+        # A signal handler may call this method while its thread is reading. `try_read` returns False in this case.
         if self._election.try_read(reentrant=False):
             if self._election.step_down():
                 self._notify_blocked()
@@ -170,7 +175,7 @@ class ThreadedTransport:
             self._waker.set()
 
     def _ensure_writable(self, deadline: float) -> None:
-        """Return once a message can be sent on the connection. The lock is held, but not while waiting."""
+        """Wait until a message can be sent, connecting if necessary. The caller's lock is released meanwhile."""
         session = self._session
         while True:
             if session.closed:
@@ -186,7 +191,7 @@ class ThreadedTransport:
                 return
 
     def _wait_until_sent(self, connection: DaemonConnection, target_sent: float, deadline: float) -> None:
-        """Wait until `target_sent` is reached or the connection is closed. The lock is held, but not while waiting."""
+        """Wait until `target_sent` is reached or the connection is closed. The caller's lock is released meanwhile."""
         self._election.blocked_count += 1
         try:
             self._waker.set()
@@ -203,7 +208,7 @@ class ThreadedTransport:
             self._election.blocked_count -= 1
 
     def _connect(self, deadline: float) -> None:
-        """Connect, or wait for another thread's attempt to end. The lock is held, but not while waiting."""
+        """Connect, or wait for another thread's attempt to end. The caller's lock is released meanwhile."""
         if self._is_connecting:
             if not self._changed.wait(deadline - monotonic()):
                 raise self._session.connect_timeout_error()
@@ -239,14 +244,14 @@ class ThreadedTransport:
             steps.close()
 
     def _wait_for_turn(self, waiter: Waiter, started_at: float, deadline: float) -> bool:
-        """Wait until the call is done or this thread becomes the reader. Return whether it is the reader."""
+        """Wait until the call has ended or this thread becomes the reader. Return whether this thread is the reader."""
         try:
             while True:
                 waiter.wait(deadline - monotonic())
                 later = None if waiter.is_reader or waiter.call.done else extended_deadline(started_at, deadline)
                 if later is None:
                     break
-                # The process was stopped, and the reader with it.
+                # The whole process was suspended, so the reader could not read either. Wait a little longer.
                 deadline = later
         except BaseException:
             if self._election.withdraw(waiter) and self._election.step_down():
@@ -259,7 +264,7 @@ class ThreadedTransport:
         return False
 
     def _read_once(self, deadline: float) -> bool:
-        """Read one step, then step down as the reader."""
+        """As the reader, wait for one event and process it, then step down. Return False at the deadline."""
         try:
             return self._step(deadline)
         finally:
@@ -267,7 +272,7 @@ class ThreadedTransport:
                 self._notify_blocked()
 
     def _step(self, deadline: float) -> bool:
-        """Wait for events and process them; return False if the deadline passed first. This thread is the reader."""
+        """As the reader, wait for one event and process it. Return False if the deadline passed first."""
         connection = self._session.connection
         if connection.is_level_triggered or connection.is_idle():
             poller = self._poller
@@ -292,7 +297,10 @@ class ThreadedTransport:
         return True
 
     def _notify_blocked(self) -> None:
-        """Wake the threads at `_changed`; first close the connection if the client is closed. Not for the reader."""
+        """If the client is closed, close the connection. Wake the threads at `_changed`.
+
+        The caller has stepped down.
+        """
         if self._session.closed and self._election.try_read():
             with self._lock:
                 self._session.connection.close()
@@ -315,10 +323,10 @@ class ThreadedTransport:
 
 
 class Waiter:
-    """A thread that waits for a call while another thread reads.
+    """A thread that waits for the response of a call while another thread is the reader.
 
     Attributes:
-        call: the call that the thread waits for.
+        call: the call for whose response the thread waits.
         is_reader: whether this thread has become the reader.
         thread: the identifier of the thread.
     """
@@ -334,15 +342,18 @@ class Waiter:
 
     @property
     def is_awake(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return without sleeping."""
         return not self._lock.locked()
 
     def wait(self, seconds: float) -> None:
-        """Sleep until `wake` is called, at most `seconds`."""
+        """Sleep until another thread calls `wake`, but for at most `seconds`."""
         self._lock.acquire(timeout=max(0.0, seconds))
 
     def wake(self) -> None:
-        """End the sleep, or prevent it if it has not begun. Further calls have no effect."""
+        """End the thread's sleep. If the thread does not sleep yet, its `wait` returns at once.
+
+        Repeated calls have no effect.
+        """
         try:
             self._lock.release()
         except RuntimeError:
@@ -350,32 +361,33 @@ class Waiter:
 
 
 class ReaderElection:
-    """Grants the role of the reader to one thread at a time. The reader calls `step_down` when it stops reading.
+    """Makes one thread at a time the reader. The reader calls `step_down` when it stops reading.
 
-    A thread that is alone takes the role without a lock, by one atomic operation that also stores its identifier.
+    If no other thread waits, a thread becomes the reader without a lock, by one atomic operation on `reader`.
 
     Args:
         current_thread: returns the identifier of the calling thread; default `threading.get_ident`.
 
     Attributes:
-        reader: the identifier of the reader under the key None; empty while no thread reads.
-        blocked_count: number of threads that wait for something other than a response. They must be notified when a
-            reader steps down.
+        reader: the identifier of the reader's thread, under the key None; empty while no thread is the reader.
+        blocked_count: the number of threads that wait for something other than a response. The reader must notify them
+            when it steps down.
     """
 
     def __init__(self, current_thread: Optional[Callable[[], int]] = None) -> None:
         self.reader: Dict[None, int] = {}
         self.blocked_count = 0
-        # Looked up here and not at import, because gevent and eventlet replace `threading.get_ident`.
+        # The function is looked up at run time, not at import, because gevent and eventlet replace
+        # `threading.get_ident`.
         self._current_thread = threading.get_ident if current_thread is None else current_thread
-        # Protects the waiters and each change of the reader among them.
+        # Protects the list of waiters, and each transfer of the role from one waiter to another.
         self._lock = threading.Lock()
         self._waiters: List[Waiter] = []
 
     def try_read(self, *, reentrant: bool = True) -> bool:
-        """Become the reader unless another thread is, and return whether the caller is the reader.
+        """Make the calling thread the reader unless another thread is. Return whether the calling thread is the reader.
 
-        If not `reentrant`, return False if the caller already was the reader.
+        If not `reentrant`, return False if the calling thread was the reader already.
         """
         thread = self._current_thread()
         return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
@@ -386,13 +398,17 @@ class ReaderElection:
         return self.reader.get(None) == self._current_thread()
 
     def join(self, call: PendingCall) -> Optional[Waiter]:
-        """Return the waiter in which to wait for `call`, or None if the caller has become the reader."""
+        """Make the calling thread the reader, and return None.
+
+        If another thread is the reader, return a waiter for `call`.
+        """
         thread = self._current_thread()
         if self.reader.setdefault(None, thread) == thread:
             return None
         waiter = Waiter(call, thread)
         with self._lock:
-            # Append before trying to read: a reader steps down in the opposite order, so neither misses the other.
+            # First append the waiter, then try to become the reader. `step_down` first gives up the role, then looks
+            # for waiters. With these opposite orders, at least one of the two threads notices the other.
             self._waiters.append(waiter)
             if self.reader.setdefault(None, thread) == thread:
                 self._waiters.remove(waiter)
@@ -401,17 +417,18 @@ class ReaderElection:
         return waiter
 
     def withdraw(self, waiter: Waiter) -> bool:
-        """Stop waiting, and return whether the caller is the reader."""
+        """Remove the waiter. Return whether its thread has become the reader."""
         with self._lock:
             if not waiter.is_reader:
                 self._waiters.remove(waiter)
             return waiter.is_reader
 
     def step_down(self) -> int:
-        """Stop reading and pass the role on. Return the number of blocked threads, which the caller must notify."""
+        """Stop reading and elect the next reader. Return the number of blocked threads; the caller must notify them."""
         if not self._waiters:
             self.reader.clear()
-        # A thread that started to wait meanwhile may have been refused the role.
+        # A thread may have begun to wait after the first check, and failed to become the reader before the role was
+        # free.
         if self._waiters:
             self._elect_next()
         return self.blocked_count

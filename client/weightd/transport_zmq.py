@@ -1,7 +1,8 @@
-"""Connection over ZeroMQ, from the handshake to its loss.
+"""Connection to a daemon over ZeroMQ.
 
-libzmq hides a lost connection: it would reconnect forever and send queued messages to the next peer, while the caller
-waits for responses that will never arrive. Here a socket monitor reports the start and the end of the connection.
+libzmq hides the loss of a connection. It reconnects forever and sends queued messages to the next peer, while the
+caller waits for responses that will never arrive. So this module watches a socket monitor, which reports when the
+connection is established and when it is lost.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd_protocol.framing import Message
 
-# A host that disappears does not close its TCP connections. The peer of a unix socket cannot disappear unnoticed.
+# TCP connections have heartbeats, because a host that loses power or network does not close its connections. Unix
+# sockets need none: the kernel closes the socket of a process that has exited.
 _TCP_HEARTBEAT_INTERVAL_MS = 5_000
 _TCP_HEARTBEAT_TIMEOUT_MS = 15_000
 
-# Plain integers, because `&` on pyzmq's flags takes a microsecond.
+# Plain integers, because `&` on the flag objects of pyzmq takes a microsecond.
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 
 _CONNECT_RETRIED = zmq.EVENT_CONNECT_RETRIED
@@ -44,7 +46,7 @@ _UNAUTHENTICATED_TEXT = (
 
 
 class _Contexts:
-    """The ZeroMQ context that all connections of this process share, because a context has two threads."""
+    """Shares one ZeroMQ context among all connections of this process, because each context starts two threads."""
 
     def __init__(self) -> None:
         self.reset()
@@ -68,20 +70,20 @@ class _Contexts:
 
 
 _contexts = _Contexts()
-# The threads of the parent's context do not exist in a forked process.
+# A forked process has a copy of the context, but not its threads, so it needs a new context.
 os.register_at_fork(after_in_child=_contexts.reset)
 
 
 class ZeroMqConnection(DaemonConnection):
-    """Connection over a DEALER socket. `connect_steps` creates it, and the object is not connected before that."""
+    """Connection over a ZeroMQ DEALER socket. `connect_steps` creates and connects it."""
 
     transport = "zmq"
     is_level_triggered = False
 
     def __init__(self, address: str, curve: Optional[CurveKeys] = None) -> None:
         super().__init__(address)
-        # A ZeroMQ socket must be used by one thread at a time. Reentrant, because a signal handler may interrupt its
-        # thread.
+        # Only one thread at a time may use a ZeroMQ socket. The lock is reentrant, because a signal handler may use the
+        # socket while its thread holds the lock.
         self._lock = threading.RLock()
         self._send_queue: Deque[List[Any]] = deque()
         context = _contexts.take()
@@ -92,8 +94,8 @@ class ZeroMqConnection(DaemonConnection):
             raise
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        # Responses wait here until they are read. With a limit the daemon would drop them. There are at most as many as
-        # the client has requests in progress.
+        # No limit for the queue of received responses: at a limit, the daemon would drop responses. The queue has at
+        # most one response for each request in progress.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if address.startswith("tcp://"):
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _TCP_HEARTBEAT_INTERVAL_MS)
@@ -105,20 +107,22 @@ class ZeroMqConnection(DaemonConnection):
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._uses_curve = curve is not None
         self._monitor = self._socket.get_monitor_socket(_MONITORED_EVENTS)
-        # Polling the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
-        # readable from the moment an event occurs until `_has_monitor_event` is called.
+        # The descriptor becomes readable when a monitor event occurs, and stays readable until `_has_monitor_event` is
+        # called. Polling the monitor with `zmq.Poller` instead would take a few microseconds per call.
         monitor_descriptor = self._monitor.FD
         self._monitor_poller = new_poller((monitor_descriptor,))
-        # pyzmq tracks frames that are not copied in a thread. As a green thread it would block all others.
+        # For frames that it does not copy, pyzmq waits in a thread until they are sent. Under eventlet this thread is a
+        # green thread and would block all others, so copy every frame.
         self._copy_below_bytes = math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_io.ZERO_COPY_BYTES
         self.descriptors = (self._socket.FD, monitor_descriptor)
 
     def handshake_steps(self) -> ConnectSteps[None]:
-        """Connect, and wait for the end of the handshake.
+        """Connect the socket and wait until the ZeroMQ handshake has ended.
 
         Raises:
             InvalidArgument, PermissionDenied, Unavailable: as `address.check_reachable`.
-            Unauthenticated: the daemon does not know the key, or only one side uses CURVE.
+            Unauthenticated: no tenant has the client's key, `server_key` is not the listener's key, or only one side
+                uses CURVE.
         """
         try:
             self._socket.connect(self.address)
@@ -142,13 +146,14 @@ class ZeroMqConnection(DaemonConnection):
                 )
             if self.address.startswith("tcp://"):
                 raise Unavailable(f"no daemon at {self.address}: no response")
-            # libzmq retries by itself, which is right if only the backlog of the socket is full.
+            # libzmq has scheduled another attempt. Wait for it if only the backlog of the listener is full, and raise
+            # any other error.
             addresses.check_reachable(self.address)
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
         """See `DaemonConnection.send`.
 
-        libzmq accepts messages for a daemon that has exited, so this method checks the monitor first.
+        libzmq accepts messages even after the daemon has exited, so this method first checks the monitor for a loss.
         """
         with self._lock:
             if not self.is_broken and self._monitor_poller.poll(0) and self._has_monitor_event():
@@ -162,7 +167,7 @@ class ZeroMqConnection(DaemonConnection):
             return True
 
     def cork(self) -> None:
-        """See `DaemonConnection.cork`. Does nothing: libzmq combines messages itself."""
+        """See `DaemonConnection.cork`. Does nothing, because libzmq itself combines small messages."""
 
     def uncork(self) -> None:
         """See `DaemonConnection.uncork`. Does nothing."""
@@ -180,13 +185,14 @@ class ZeroMqConnection(DaemonConnection):
                 self.sent_count += 1
 
     def receive(self) -> List[Message]:
-        """See `DaemonConnection.receive`. Returns all messages that have arrived."""
+        """See `DaemonConnection.receive`. Every call returns all messages that have arrived."""
         with self._lock:
             if self.closed:
                 raise self.lost_error()
             messages = self._receive_available()
             if not messages and (self.is_broken or (self._monitor_poller.poll(0) and self._has_monitor_event())):
-                # The monitor reports the loss only once, and messages may have arrived during the check.
+                # Record the loss, because the monitor reports it only once. Then read again: messages may have arrived
+                # before the loss.
                 self.mark_broken()
                 messages = self._receive_available()
                 if not messages:
@@ -194,7 +200,7 @@ class ZeroMqConnection(DaemonConnection):
             return messages
 
     def is_idle(self) -> bool:
-        """See `DaemonConnection.is_idle`. The check itself makes the descriptor signal the next message."""
+        """See `DaemonConnection.is_idle`. Only after this check does the descriptor signal the next message."""
         with self._lock:
             wanted_events = _POLLIN | _POLLOUT if self._send_queue else _POLLIN
             return self.closed or not (self.is_broken or cast(int, self._socket.getsockopt(_EVENTS)) & wanted_events)
@@ -222,19 +228,19 @@ class ZeroMqConnection(DaemonConnection):
             while True:
                 frames = [frame.bytes for frame in zmq_io.receive(self._socket, zmq_io.NOBLOCK)]
                 messages.append(Message(frames, (*map(len, frames),)))
-                # Checking is cheaper than the exception of a read that finds nothing.
+                # Checking for a message is cheaper than the exception that `receive` raises without a message.
                 if not cast(int, self._socket.getsockopt(_EVENTS)) & _POLLIN:
                     return messages
         except zmq.Again:
             return messages
 
     def _has_monitor_event(self) -> bool:
-        # After the handshake every monitor event means a problem. If True is returned, close the connection.
+        # After the handshake, every monitor event means that the connection is lost. The caller must then close it.
         return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSteps[DaemonConnection]:
-    """Connect to the ZeroMQ socket at `address`, with these CURVE keys.
+    """Connect to the ZeroMQ socket at `address` with the keys `curve`, and return the connection.
 
     Raises:
         RequestError: as `ZeroMqConnection.handshake_steps`.

@@ -1,6 +1,7 @@
-"""weightd on Ray Serve: one daemon on each node, while Serve handles everything between nodes (docs/ray.md).
+"""weightd on Ray Serve: one daemon on each node, while Serve distributes requests among the nodes (docs/ray.md).
 
-Ray is imported only when it is needed, because the daemon supervisor is part of this package and must stay small.
+Functions import Ray only when they need it, because the daemon supervisor is part of this package and its process must
+stay small.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def app(args: Mapping[str, Any]) -> Application:
         args: the fields of `weightd_ray.options.Arguments`, and keys of [models.NAME] of the daemon's configuration.
 
     Raises:
-        ArgumentError: arguments are invalid; the text names each one and what was expected.
+        ArgumentError: arguments are invalid; the text names each invalid argument and the expected value.
     """
     from weightd_ray import application  # noqa: PLC0415 - the module imports Ray
 
@@ -31,9 +32,10 @@ def app(args: Mapping[str, Any]) -> Application:
 
 
 def publish(path: str | os.PathLike[str]) -> str:
-    """Publish the files of a model in Ray's object store, from which replicas fetch them; return their "sha256:…".
+    """Publish the files of a model in Ray's object store; return the name of the model there, "sha256:…".
 
-    The files stay there after this process has exited, until they are unpublished or Ray is stopped.
+    Replicas fetch the files by this name. The files stay in the object store after this process has exited, until they
+    are unpublished or Ray is stopped.
 
     Raises:
         ModelFileError: the files cannot be read.
@@ -44,7 +46,7 @@ def publish(path: str | os.PathLike[str]) -> str:
 
 
 def unpublish(model: str) -> None:
-    """Remove a published model from the object store; copies that replicas have fetched remain.
+    """Remove a published model from the object store; copies that replicas have fetched remain on their hosts.
 
     Raises:
         NotFound: no model of this name is published.

@@ -18,22 +18,24 @@ from weightd_ray.replica import Replica
 
 _log = logging.getLogger("weightd.ray")
 
-# Requests that may wait at each router of Serve, the same number as in a model's queue of the daemon; Serve rejects
-# further requests with status 503.
+# Maximum number of requests that wait at each router of Serve, equal to the default of a model's `max_queue` in the
+# daemon. Serve rejects further requests with status 503.
 _MAX_QUEUED = 1024
 
-# A health check sends the daemon two requests. After three failures Serve replaces the replica.
+# Seconds between health checks, and timeout of a health check, which sends the daemon two requests. After three failed
+# checks, Serve replaces the replica.
 _HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 20.0
 
-# The default timeout of a request, plus the time that the daemon needs to stop.
+# Seconds that Serve lets a replica take to stop: the default timeout of a request, plus the time that the daemon needs
+# to stop.
 _SHUTDOWN_TIMEOUT_S = 45.0
 
 
 class _Serving(Replica):
-    """A replica with the methods that Serve calls to create, use and stop it."""
+    """A replica with the special methods by which Serve creates the replica, sends it HTTP requests and stops it."""
 
-    # Serve's wrapper class declares __init__ as a coroutine, too.
+    # A coroutine is allowed, because Serve's wrapper class declares __init__ as a coroutine, too.
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]
         super().__init__(arguments)
         await self.start()
@@ -46,7 +48,7 @@ class _Serving(Replica):
         return app
 
     async def __del__(self) -> None:
-        """Stop the replica; Serve awaits this after all requests have ended."""
+        """Stop the replica; Serve awaits this method after all requests have ended."""
         await self.stop()
 
 
@@ -76,7 +78,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _digest_of(path: Path) -> str:
-    """Return the digest that all replicas must have; "" if the file is not on this host."""
+    """Return the digest that the model of each replica must have; "" if the model file is not on this host."""
     try:
         return digest(path)
     except ModelFileError as error:

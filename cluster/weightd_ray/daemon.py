@@ -16,17 +16,19 @@ from weightd_protocol.errors import FailedPrecondition
 from weightd_ray import daemon_supervisor
 from weightd_ray.daemon_supervisor import Table
 
-# The supervisor's interpreter must start, and the supervisor removes directories of replicas that were killed.
+# Seconds until the supervisor must have reported the daemon's address. Before that, its interpreter starts, and it
+# removes the directories of replicas that were killed.
 _START_TIMEOUT_S = 60.0
 
-# More than the supervisor needs to stop the daemon and to remove the files.
+# Seconds until a supervisor that does not stop is killed: more than it needs to stop the daemon and to remove the
+# files.
 _STOP_TIMEOUT_S = 15.0
 
 _MAX_REPORT_BYTES = 64 * 1024
 
 
 class DaemonEndpoint(Protocol):
-    """The interface of a replica's daemon."""
+    """The interface by which a replica starts and stops its daemon."""
 
     async def start(self) -> str:
         """Return the daemon's address as soon as it is known.
@@ -82,7 +84,8 @@ class EmbeddedDaemon:
         self._has_ended = asyncio.Event()
         self._report_task: asyncio.Task[None] | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
-        # Pid of the supervisor after its fork. While its report pipe is open, the pid belongs to no other process.
+        # Pid of the supervisor after its fork. As long as the supervisor's report pipe is open, no other process can
+        # have this pid.
         self._supervisor_pid = 0
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.failure = ""
@@ -107,7 +110,7 @@ class EmbeddedDaemon:
             ) from None
 
     async def stop(self) -> None:
-        """Stop the daemon; return after the supervisor has removed its files."""
+        """Stop the daemon; return after the supervisor has removed the daemon's files."""
         if self._supervisor is None or self._supervisor.stdin is None:
             return
         # The supervisor stops at the end of file on stdin, which also occurs if this process is killed.
@@ -116,15 +119,15 @@ class EmbeddedDaemon:
         try:
             await asyncio.wait_for(self._has_ended.wait(), _STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            # The supervisor does not run, for example because of SIGSTOP. The kernel kills the daemon together with the
-            # supervisor, and the next replica removes the files.
+            # The supervisor does not react, for example because it was stopped by SIGSTOP. The kernel kills the daemon
+            # together with the supervisor, and the next replica on this host removes the files.
             if self._supervisor_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._supervisor_pid, signal.SIGKILL)
 
     @staticmethod
     def _send_order(process: subprocess.Popen[bytes], order: bytes) -> None:
-        """Send the order to the supervisor and wait for the initial process, which exits right after its fork."""
+        """Send the order to the supervisor, and wait until its initial process has forked the supervisor and exited."""
         assert process.stdin is not None  # noqa: S101 - for the type checkers
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(order)
@@ -140,7 +143,7 @@ class EmbeddedDaemon:
             self.failure = self.failure or "the supervisor of the daemon has exited"
             if not self._address.done():
                 self._address.set_exception(FailedPrecondition(self.failure))
-                self._address.exception()  # mark the exception as retrieved, because no task may wait for the address
+                self._address.exception()  # without this call, asyncio logs an error if no task waits for the address
             self._has_ended.set()
 
     def _on_report(self, report: Mapping[str, Any]) -> None:

@@ -1,13 +1,14 @@
 """The process between a replica and its daemon: keeps the daemon running, and stops it when the replica ends.
 
 A replica may be killed at any moment, alone or together with its raylet, and Ray kills the children of a worker that
-exits. Therefore the supervisor detaches from the replica, and detects its end by the end of file on a pipe. The daemon
-is a child of the supervisor, and the kernel kills the daemon if the supervisor dies. In that case the next replica on
-the host removes their files (`work_dirs`). One directory contains everything that the daemon needs: its sockets, its
-cache and its configuration, which the supervisor writes.
+exits. Therefore the supervisor detaches from the replica, and detects the replica's end by the end of file on a pipe.
+The daemon is a child of the supervisor, and the kernel kills the daemon if the supervisor dies. In that case the next
+replica on the host removes the files of both (`work_dirs`). One directory contains everything that the daemon needs:
+its sockets, its cache and its configuration, which the supervisor writes.
 
-The supervisor reads the order, one line of JSON, from stdin; the following end of file means that the replica stops
-or has been killed. Each line on stdout is a report in JSON. stderr is the log of the supervisor and the daemon.
+The supervisor reads an order, one line of JSON with the model tables, from stdin. The end of file after this line means
+that the replica stops or has been killed. Each line on stdout is a report to the replica in JSON. stderr is the log of
+the supervisor and the daemon.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from weightd_ray.work_dirs import WorkDir, work_dir
 
 Table = Mapping[str, Any]
 
-# The longest name of a socket that the daemon creates in the directory: "/", the key, ".sock.channel".
+# Bytes of the longest socket name that the daemon adds to the directory: "/", the daemon's key and ".sock.channel".
 _MAX_NAME_BYTES = 27
 
 MAX_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES
 
-# When the supervisor stops the daemon, the replica no longer reads responses; the daemon only waits for its workers.
+# Seconds of the daemon's drain timeout. When the supervisor stops the daemon, the replica no longer reads responses, so
+# the daemon only has to wait for its workers.
 _DRAIN_TIMEOUT_S = 2.0
 
 
@@ -93,19 +95,21 @@ _ORDER_FD = 0
 _REPORT_FD = 1
 _LOG_FD = 2
 
-# Seconds for the daemon to stop, beyond its drain timeout: to end workers and remove files.
+# Seconds until a daemon that does not stop is killed: its drain timeout, and time to end workers and remove files.
 _STOP_TIMEOUT_S = 10.0
 
-# Delays before restarts: doubled each time, and reset after the daemon has run for the last of these times.
+# Seconds before a restart of the daemon: the initial delay, its maximum after doubling at each restart, and the uptime
+# of the daemon after which the delay is reset.
 _INITIAL_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _BACKOFF_RESET_S = 60.0
 
-# An order has a few hundred bytes: the table of a model.
+# Maximum bytes of an order. A typical order has a few hundred bytes: the table of one model.
 _MAX_ORDER_BYTES = 256 * 1024
 
-# Exit statuses that a restart would not change (weightd_daemon.exit_codes): usage errors, invalid configuration, and a
-# file that cannot be created. No other process uses the directory, so the last one does not resolve itself either.
+# Exit statuses (weightd_daemon.exit_codes) after which a restart would fail again: usage errors, invalid configuration,
+# and a file that cannot be created. A restart does not help with the file either, because no other process uses the
+# directory and could remove the cause.
 _PERMANENT_FAILURES = frozenset({64, 73, 78})
 
 
@@ -115,7 +119,7 @@ def supervisor_command(base: Path) -> list[str]:
 
 
 def encode_order(models: Mapping[str, Table]) -> bytes:
-    """Return the order for a supervisor, which contains the model tables."""
+    """Return the order for a supervisor: the line of JSON that contains the model tables."""
     return json.dumps({"models": models}).encode() + b"\n"
 
 
@@ -126,7 +130,7 @@ class Backoff:
         self._next_s = _INITIAL_BACKOFF_S
 
     def next_delay_s(self, uptime_s: float) -> float:
-        """Return the seconds to wait before a restart, given the uptime of the daemon that exited."""
+        """Return the seconds to wait before the restart of a daemon that has exited after `uptime_s` seconds."""
         if uptime_s >= _BACKOFF_RESET_S:
             self._next_s = _INITIAL_BACKOFF_S
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, _MAX_BACKOFF_S)
@@ -175,7 +179,7 @@ class DaemonSupervisor:
                 return
 
     def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
-        """Wait until the daemon exits; return True if the supervisor should stop before that."""
+        """Wait until the daemon exits or the supervisor should stop; return whether the supervisor should stop."""
         exit_fd = exit_watch.watch_exit(daemon.pid)
         try:
             return not {exit_fd}.issuperset(select.select([exit_fd, *self._stop_fds], [], [])[0])
@@ -191,7 +195,8 @@ def main() -> int:
         _send_report({"failed": str(error)})
         return 1
     if os.fork():
-        # The supervisor must outlive the replica to remove files, but Ray kills the children of a worker that exits.
+        # The supervisor must outlive the replica to remove files, but Ray kills the children of a worker that exits. So
+        # the initial process exits, and its child continues as the supervisor.
         os._exit(0)
     os.setsid()
     with _stop_signal_fd() as stop_fd:
@@ -261,7 +266,7 @@ def _ignore_signal(number: int, frame: object) -> None:
 
 
 def _send_report(report: Mapping[str, Any]) -> None:
-    # If the replica has exited, the end of file on stdin tells the supervisor.
+    # The replica has exited, which the supervisor detects by the end of file on stdin.
     with contextlib.suppress(BrokenPipeError):
         os.write(_REPORT_FD, json.dumps(report).encode() + b"\n")
 

@@ -24,7 +24,8 @@ from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition
 from weightd_ray.work_dirs import file_lock
 
-# Unused models that are kept for later replicas, because a rolling update may go back and forth.
+# Maximum number of unused models that the cache keeps for later replicas, because a rolling update may return to a
+# previous model.
 MAX_UNUSED = 4
 
 # Maximum number of files of a model; no real model has more.
@@ -46,7 +47,7 @@ class PublishedFile(NamedTuple):
 
 
 class PublishedModel(Protocol):
-    """The source of a published model."""
+    """The interface of a source from which a published model is fetched."""
 
     def files(self) -> Sequence[PublishedFile]:
         """Return the files, the model file first.
@@ -81,14 +82,14 @@ class CachedModel:
         self._lock_fd = lock_fd
 
     def release(self) -> None:
-        """Release the model, so that it may be removed."""
+        """Release the model, so that the cache may remove it."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
 
 class ModelCache:
-    """The cache in a directory.
+    """A cache of published models in a directory.
 
     Args:
         base: the directory for the files of replicas.
@@ -99,9 +100,9 @@ class ModelCache:
         self._staging = self._models / "staging"
 
     def take(self, sha256: str, source: PublishedModel) -> CachedModel:
-        """Return the model with a digest; fetch it first if the cached copy is missing or damaged.
+        """Return the model with this digest; fetch it first if the cached copy is missing or damaged.
 
-        Blocks while another process on this host does the same.
+        Blocks while another process on this host checks, fetches or removes a model.
 
         Raises:
             FailedPrecondition: the published model has another digest, or the disk is full.
@@ -111,7 +112,7 @@ class ModelCache:
         make_directory(self._models, _MODE)
         directory = self._models / sha256
         with file_lock(self._models / "lock"):
-            # Remove the files of a process that was killed while it fetched a model.
+            # Remove the files that a process left when it was killed while it fetched a model.
             shutil.rmtree(self._staging, ignore_errors=True)
             if _digest_of(directory) != sha256:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -156,7 +157,7 @@ class ModelCache:
 
 
 def _check_files(files: Sequence[PublishedFile]) -> None:
-    """Check that there are files, and that their names do not lead out of the directory.
+    """Check that a model has files, and that their names do not lead out of its directory.
 
     Raises:
         FailedPrecondition: the check fails.

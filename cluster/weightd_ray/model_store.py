@@ -17,10 +17,11 @@ from weightd_protocol.errors import NotFound, Unavailable
 from weightd_ray.model_cache import CachedModel, ModelCache, PublishedFile
 from weightd_ray.options import PUBLISHED_PREFIX
 
-# A common namespace, so that replicas of all applications find the models.
+# The Ray namespace of the store actors, common to all applications, so that all replicas find the models.
 _NAMESPACE = "weightd"
 
-# Publisher, actor and replica each hold one chunk in memory; the size must fit into the store beside other objects.
+# Bytes of a chunk. The publisher, the actor and a replica each hold one chunk in memory, and the object store must have
+# room for a chunk beside its other objects.
 _CHUNK_BYTES = 8 * 1024 * 1024
 
 # Seconds to fetch one chunk from another node, or from disk if the store has spilled it.
@@ -40,7 +41,7 @@ class ModelStoreActor:
         self._is_complete = False
 
     def begin_file(self, name: str, nbytes: int) -> None:
-        """Begin another file; the following chunks belong to it."""
+        """Begin another file, to which the chunks that follow are added."""
         self._files.append(PublishedFile(name, nbytes))
         self._chunks.append([])
 
@@ -53,12 +54,12 @@ class ModelStoreActor:
         self._is_complete = True
 
     def content(self) -> Content | None:
-        """Return the files and the chunks of each; None until the model is complete."""
+        """Return the files and the chunks of each file; None until the model is complete."""
         return (self._files, self._chunks) if self._is_complete else None
 
 
 def publish(path: str | os.PathLike[str]) -> str:
-    """Publish the files of a model in the object store; return their name there, "sha256:…".
+    """Publish the files of a model in the object store; return the name of the model there, "sha256:…".
 
     Raises:
         ModelFileError: the files cannot be read, or have changed in the meantime.
@@ -66,13 +67,15 @@ def publish(path: str | os.PathLike[str]) -> str:
     """
     _connect()
     with OpenModel(Path(path)) as model:
-        # The files are open already; `check_unchanged` verifies later that the path still refers to them.
+        # The digest is computed from the path, but the files are already open. `check_unchanged` verifies later that
+        # the path still refers to these files.
         sha256 = digest(Path(path))
         options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
         try:
             store = ray.remote(ModelStoreActor).options(**options).remote()
         except ValueError:
-            # Ray raises this error if an actor of this name exists.
+            # Ray raises this error if an actor of this name exists: the model is already published, or is being
+            # published.
             _get_content(sha256)
             return PUBLISHED_PREFIX + sha256
         try:
@@ -108,7 +111,7 @@ async def fetch(sha256: str, base: Path) -> CachedModel:
 
 
 class _Store:
-    """A published model in the object store; it is accessed only if the cache needs the files."""
+    """A published model in the object store, which is accessed only if the cache needs the model's files."""
 
     def __init__(self, sha256: str) -> None:
         self._sha256 = sha256
@@ -131,7 +134,7 @@ def _put_file(store: Any, model: OpenModel, file: ModelFile) -> None:
     ray.get(store.begin_file.remote(file.name, file.nbytes))
     with model.open(file) as content:
         while chunk := content.read(_CHUNK_BYTES):
-            # Ray does not copy numpy arrays again when it deserializes them.
+            # A chunk is sent as a numpy array, because Ray deserializes arrays without a copy.
             ray.get(store.add_chunk.remote(np.frombuffer(chunk, np.uint8)))
 
 

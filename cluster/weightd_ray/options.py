@@ -30,11 +30,12 @@ PUBLISHED_PREFIX = "sha256:"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-# Maximum of concurrent requests of a replica; further requests wait at Serve's routers.
+# Maximum of the concurrent requests of a replica. Further requests wait at Serve's routers.
 _MAX_ONGOING = 65536
 
-# Requests should wait in the daemon's queue, which knows deadlines and priorities and can batch requests. If all
-# replicas are busy, Serve's router retries after delays that grow to half a second, which reduces the throughput of
+# Default number of concurrent requests of a replica for each worker, and minimum of all together. The numbers are high
+# because requests should wait in the daemon's queue, which knows deadlines and priorities and can batch requests.
+# Serve's router, if all replicas are busy, retries after delays of up to half a second, which reduces the throughput of
 # waiting requests to a tenth.
 _ONGOING_PER_WORKER = 32
 _MIN_ONGOING = 128
@@ -48,7 +49,7 @@ class ArgumentError(WeightdError):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of an application. In addition, it accepts the keys of [models.NAME] except `path`."""
+    """The arguments of an application, which also accepts the keys of [models.NAME], except `path`."""
 
     model: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """The model file, at a path that exists on every host, or "sha256:…" as returned by `weightd_ray.publish`."""
@@ -87,13 +88,13 @@ class Arguments:
     model_table: Mapping[str, Any] = field(
         default_factory=dict[str, Any], metadata=derived(mapping(text(limits.MAX_PATH_BYTES), limits.MAX_MODELS))
     )
-    """The keys of [models.NAME] that were given."""
+    """The given arguments that are keys of [models.NAME]."""
 
     total_workers: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
-    """Worker processes of a replica; 0: unknown, because they belong to the host's service."""
+    """The number of worker processes of a replica; 0 if unknown, because the host's service starts them."""
 
     cores: int = field(default=1, metadata=derived(integer(0, _MAX_ONGOING)))
-    """Cores that a replica keeps busy."""
+    """The number of cores that a replica keeps busy."""
 
     @property
     def published_digest(self) -> str:
@@ -106,7 +107,7 @@ class Arguments:
         return Path(self.directory or Path(default_cache_dir(), "ray"))
 
 
-# Arguments that apply only to an embedded daemon, and only to the host's service.
+# Arguments that apply only to embedded daemons, and arguments that apply only to the host's service.
 _EMBEDDED_KEYS = ("model", "directory")
 _HOST_KEYS = ("tenant",)
 
@@ -157,7 +158,7 @@ def _parse_text(kind: FieldType, value: Any) -> Any:
             parsed = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError):
             return value
-        # Text with several lines could define other keys, too.
+        # Reject text with several lines, which could define more keys than `value`.
         return parsed["value"] if len(parsed) == 1 else value
 
 
@@ -223,7 +224,7 @@ def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
 
 
 def _placeholder_file(table: Mapping[str, Any]) -> str:
-    """Return a stand-in for the file name of a published model, which is unknown here."""
+    """Return a stand-in for the file name of a published model, because the real name is unknown here."""
     engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 

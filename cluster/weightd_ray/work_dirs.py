@@ -1,4 +1,4 @@
-"""Working directories of replicas on this host: one for each. The next replica removes directories of killed ones.
+"""Working directories of replicas on this host, one each. A new replica removes the directories of killed replicas.
 
 ::
 
@@ -27,8 +27,8 @@ class WorkDir(NamedTuple):
     """A working directory of one replica.
 
     Attributes:
-        path: the path.
-        lock_fd: descriptor of the lock; while a process holds it, the directory is not removed.
+        path: the path of the directory.
+        lock_fd: descriptor of the lock; while a process holds the lock, the directory is not removed.
     """
 
     path: Path
@@ -37,10 +37,10 @@ class WorkDir(NamedTuple):
 
 @contextlib.contextmanager
 def work_dir(base: Path) -> Generator[WorkDir, None, None]:
-    """Create a directory for the duration of the block; first remove directories that were abandoned.
+    """Create a working directory for the duration of the block; first remove the directories of killed replicas.
 
     Raises:
-        ClaimError: `base` cannot be used, or other users could replace it.
+        ClaimError: `base` cannot be used, or other users could replace this directory.
         OSError: the directory cannot be created.
     """
     parent = base / "work"
@@ -54,14 +54,14 @@ def work_dir(base: Path) -> Generator[WorkDir, None, None]:
     try:
         yield WorkDir(path, lock_fd)
     finally:
-        # The lock is held until the end, so that no other process removes the directory at the same time.
+        # The lock is held until the directory is removed, so that no other process removes it at the same time.
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock_fd)
 
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Generator[None, None, None]:
-    """Hold a lock file exclusively within the block; block until it is free.
+    """Hold a lock file exclusively within the `with` block; first wait until no other process holds the file.
 
     Raises:
         OSError: the file cannot be created.
@@ -84,7 +84,7 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             lock_fd = _open_lock(each / "lock")
         except OSError:
-            # The entry is not a working directory, or its owner has just removed it.
+            # The entry is not a working directory, or its replica has just removed it.
             shutil.rmtree(each, ignore_errors=True)
             continue
         try:

@@ -1,6 +1,7 @@
 """Argument parser of weightd's programs, and the command line of the gateway.
 
-The gateway's arguments are declared here because both `weightd gateway` and the process that it becomes parse them.
+The gateway's arguments are declared here because two programs parse them: `weightd gateway`, and the gateway program
+that `weightd gateway` then executes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,6 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_gateway_arguments(options: argparse.Namespace) -> List[str]:
-    """Return the command line from which `add_gateway_arguments` parsed these options."""
+    """Return the command-line arguments from which a parser with `add_gateway_arguments` parses `options` again."""
     flags = [flag for flag, given in (("--verbose", options.verbose), ("--check", options.check)) if given]
     return [*flags, *(["--", options.config] if options.config else [])]

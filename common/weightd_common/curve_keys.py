@@ -1,7 +1,8 @@
 """CURVE key files: NAME.key with a secret key, NAME.pub with a public key.
 
 A key file is a text file with comment lines that begin with "# " and one line with the kind of the key and the key. The
-key is in Z85: 40 characters for 32 bytes. The kind prevents users from giving away a secret key as a public one.
+key is in Z85: 40 characters for 32 bytes. Because the kind is checked, a program rejects a file with a secret key where
+it expects a public key, so that users do not publish a secret key by mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KEY_CHARACTERS = 40
 
 _NAMES = {PUBLIC: "public", SECRET: "secret"}
 
-# Maximum size of a key file: more than its comments and the key need.
+# Maximum size of a key file in bytes. A real key file is much smaller.
 _MAX_BYTES = 4096
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -51,7 +52,7 @@ def format_key_file(kind: str, key: str, *comments: str) -> str:
 
 
 def read_public(path: Path) -> str:
-    """Return the public key in a file.
+    """Return the public key in the key file at `path`.
 
     Raises:
         KeyFileError: the file has no public key.
@@ -60,7 +61,9 @@ def read_public(path: Path) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """Return the secret key in a file. Only its owner, which must be the current user or root, may have access.
+    """Return the secret key in the key file at `path`.
+
+    The file's owner must be the current user or root, and no other user may have access to the file.
 
     Raises:
         KeyFileError: the file has no secret key, or other users have access.
@@ -70,7 +73,7 @@ def read_secret(path: Path) -> str:
 
 def _read_key_file(path: Path, kind: str) -> str:
     try:
-        # O_NONBLOCK, because opening a pipe would wait for its other end.
+        # O_NONBLOCK: if the path leads to a pipe, open() does not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
@@ -90,7 +93,7 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
     if status.st_mode & _GROUP_AND_OTHER_MODE:
         mode = f"expected mode 0600 or 0400, got 0{stat.S_IMODE(status.st_mode):o}: others may have read the key"
         raise KeyFileError(f"{path}: {mode}; make a new one with weightctl keygen, or chmod 0600 it")
-    # Root may read any file, for example with `weightd check` or on behalf of a user.
+    # Root may use the key file of any user, for example to run `weightd check` on a user's configuration.
     if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
         owner = (
             f"expected a file of root or of user {os.geteuid()}, which reads the key, got one of user {status.st_uid}"
@@ -99,7 +102,7 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
 
 
 def _parse_key(path: Path, kind: str, content: bytes) -> str:
-    # Error texts contain nothing of the content, which may be a secret.
+    # The error texts contain no part of the file, because the file may contain a secret.
     lines = [line.split() for line in content.decode("ascii", "replace").splitlines() if line[:2] != "# "]
     words = [each for each in lines if each]
     form = f"expected a line {kind} KEY with a KEY of {KEY_CHARACTERS} Z85 characters, as weightctl keygen writes it"

@@ -32,7 +32,7 @@ def is_cpu(device: str) -> bool:
 
 
 def parse_cpulist(text: str) -> FrozenSet[int]:
-    """Return the cores of a list.
+    """Return the core numbers in a core list such as "0-3,8".
 
     Raises:
         ValueError: `text` is not a core list.
@@ -49,7 +49,7 @@ def parse_cpulist(text: str) -> FrozenSet[int]:
 
 
 def format_cpulist(cores: Collection[int]) -> str:
-    """Return the shortest core list that `parse_cpulist` parses to these cores."""
+    """Return the shortest core list with these core numbers, such as "0-3,8"."""
     ranges: List[List[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:

@@ -1,6 +1,7 @@
 """Sockets at which the daemon listens and clients connect: default directories, paths and TCP addresses.
 
-Daemon and client must agree on them, and neither may import the other.
+Daemon and client must use the same addresses, but neither package may import the other, so the addresses are defined
+here.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import re
 from pathlib import Path
 from typing import Tuple
 
-# The directory of the service, which systemd creates (RuntimeDirectory=weightd), and of root.
+# Runtime directory of the systemd service (RuntimeDirectory=weightd), and of every daemon that root starts.
 SYSTEM_RUNTIME_DIR = "/run/weightd"
 
 _SOCKET_NAME = "weightd.sock"
 
-# The suffix of the daemon's unix socket for clients. No other socket has it.
+# Suffix of the path of the daemon's unix socket for clients. No other socket of the daemon has this suffix.
 UNIX_SUFFIX = ".unix"
 
 _CHANNEL_SUFFIX = ".channel"
@@ -30,35 +31,37 @@ _TCP_ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
 
 
 def runtime_dir() -> str:
-    """Return the directory for the sockets of a daemon that this user starts."""
+    """Return the directory for the sockets of a daemon that the current user starts."""
     if os.getuid() == 0:
         return SYSTEM_RUNTIME_DIR
     return xdg_dir("XDG_RUNTIME_DIR") or f"/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
 
 
 def xdg_dir(variable: str) -> str:
-    """Return weightd's directory in one of the user's XDG directories, or "" if that is not set.
+    """Return weightd's directory below the directory in an XDG variable such as "XDG_RUNTIME_DIR".
 
-    The XDG Base Directory Specification treats an empty variable as unset and ignores a relative path.
+    The result is "" if the variable is unset, empty or a relative path, which the XDG Base Directory Specification says
+    to ignore.
     """
     base = os.environ.get(variable, "")
     return str(Path(base, "weightd")) if Path(base).is_absolute() else ""
 
 
 def socket_address(directory: str) -> str:
-    """Return the client address of the daemon with this runtime directory."""
+    """Return the address at which clients connect to the daemon whose runtime directory is `directory`."""
     return f"ipc://{directory}/{_SOCKET_NAME}"
 
 
 def daemon_key(address: str) -> str:
-    """Return a short name that is unique for the daemon with this address, for use in file names."""
+    """Return a short name for use in file names, computed from a daemon's address. It differs for each address."""
     return hashlib.sha256(os.fsencode(address)).hexdigest()[:12]
 
 
 def unix_path(address: str, directory: str = "") -> str:
-    """Return the path of the unix socket of the daemon with this address.
+    """Return the path of the unix socket for clients of the daemon at `address`.
 
-    The unix socket is beside an ipc:// socket. A daemon on TCP has it in `directory`, its runtime directory.
+    For an ipc:// address, the unix socket is in the directory of the ipc:// socket. For a TCP address, it is in the
+    daemon's runtime directory `directory`.
     """
     if address.startswith("ipc://"):
         return f"{address[len('ipc://') :]}{UNIX_SUFFIX}"
@@ -66,7 +69,7 @@ def unix_path(address: str, directory: str = "") -> str:
 
 
 def daemon_socket(address: str) -> str:
-    """Return the socket address in the daemon's configuration for a client address /PATH or unix:///PATH.
+    """Return the `socket` value of the configuration of the daemon at client address /PATH or unix:///PATH.
 
     Any other address is returned unchanged.
     """
@@ -77,14 +80,15 @@ def daemon_socket(address: str) -> str:
 
 
 def channel_path(address: str) -> str:
-    """Return the path of the socket for channels of a daemon with this address for child processes."""
+    """Return the path of the socket at which workers open their channels, for the daemon's ipc:// address `address`."""
     return f"{address[len('ipc://') :]}{_CHANNEL_SUFFIX}"
 
 
 def is_tcp_address(address: str) -> bool:
-    """Return whether `address` is a TCP address for which libzmq uses exactly the given host and port.
+    """Return whether `address` is a valid TCP address, with a port from 1 to 65,535.
 
-    libzmq takes ports modulo 65,536, and 0 as any free port, so that both sides would silently use another address.
+    libzmq itself would accept any number: it takes the port modulo 65,536, and port 0 as any free port. Daemon or
+    client would then silently use another port than the given one.
     """
     match = _TCP_ADDRESS.fullmatch(address)
     return match is not None and 1 <= int(match.group(2)) <= MAX_PORT

@@ -1,7 +1,7 @@
 """Metrics in the Prometheus text exposition format (0.0.4): names, types, help texts and samples.
 
-A counter never decreases while the model and tenant of its labels exist. The number of label values is limited by the
-models and tenants of the configuration: no label contains text from a client.
+A counter never decreases while the model and tenant in its labels exist. Labels contain only names from the
+configuration and no text from clients, so clients cannot increase the number of time series.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weightd_protocol.errors import ERRORS, ResourceExhausted
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_failed
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
-# The value of the Content-Type header.
+# Value of the HTTP header Content-Type for the text that `exposition` returns.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Number = Union[int, float]
@@ -20,7 +20,13 @@ Labels = Tuple[Tuple[str, str], ...]
 
 
 class Sample(NamedTuple):
-    """One value of a family. `suffix` is appended to the name of the family."""
+    """One value of a metric family.
+
+    Attributes:
+        labels: pairs of label name and value.
+        value: the value.
+        suffix: text appended to the name of the family, such as "_bucket".
+    """
 
     labels: Labels
     value: Number
@@ -28,7 +34,10 @@ class Sample(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A metric with the samples of all its labels."""
+    """A metric family: a name, a type ("counter", "gauge" or "histogram"), a help text, and a sample per label set.
+
+    `samples` computes the samples from a metrics response.
+    """
 
     name: str
     kind: str
@@ -37,7 +46,7 @@ class Family(NamedTuple):
 
 
 def exposition(response: MetricsResponse) -> str:
-    """Return all metrics as text."""
+    """Return all metrics of a response in the text exposition format."""
     return "".join(iterate_text(response))
 
 
@@ -65,13 +74,13 @@ def _number(value: Number) -> str:
     return repr(value) if isinstance(value, float) else str(int(value))
 
 
-# --- helpers for the daemon, for models and for tenants ----------------------------------------------------------
+# --- functions that build `Family.samples` -----------------------------------------------------------------------
 
 
 def _daemon_samples(
     value: Callable[[MetricsResponse], Optional[Number]],
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return the samples of a family without labels. A value of None has no sample."""
+    """Return a function for `Family.samples` that yields one sample without labels, or none if the value is None."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         found = value(response) if _is_complete(response) else None
@@ -84,7 +93,12 @@ def _daemon_samples(
 def _model_samples(
     value: Callable[[ModelMetrics], Optional[Number]], *, is_public: bool = False
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return the samples of a family with the label `model`; if `is_public`, also for clients with a limited view."""
+    """Return a function for `Family.samples` that yields a sample with the label `model` for each model.
+
+    Args:
+        value: returns the value of a model; None for no sample.
+        is_public: whether clients that may see only their own tenant receive the samples as well.
+    """
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for model in response.models if is_public or _is_complete(response) else ():
@@ -98,7 +112,7 @@ def _model_samples(
 def _histogram_samples(
     histogram_of: Callable[[ModelMetrics], Histogram], bounds: Callable[[MetricsResponse], Sequence[Number]]
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return the samples of a histogram with the label `model`. Buckets are cumulative."""
+    """Return a function for `Family.samples` that yields each model's histogram, with cumulative buckets."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         names = [*(format(bound, "g") for bound in bounds(response)), "+Inf"]
@@ -117,7 +131,7 @@ def _histogram_samples(
 
 
 def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return the samples of a family with the label `tenant`."""
+    """Return a function for `Family.samples` that yields a sample with the label `tenant` for each tenant."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for tenant in response.tenants:
@@ -129,12 +143,19 @@ def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callab
 
 
 def _tenant_sum_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return samples with the sum over all accounts of a tenant, which does not decrease when a model is removed."""
+    """Return a function for `Family.samples` that yields the sum over all accounts of each tenant.
+
+    The sum does not decrease when a model is removed: the requests of removed models count in the tenant's account
+    without a model.
+    """
     return _tenant_samples(lambda tenant: sum(value(account) for account in tenant.accounts))
 
 
 def _account_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Return the samples of a family with the labels `model` and `tenant`. Accounts without a model have no sample."""
+    """Return a function for `Family.samples` that yields a sample for each model and tenant.
+
+    The tenant's account for requests of no listed model, such as a removed model, has no sample.
+    """
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for tenant, account in _iterate_accounts(response):
@@ -151,7 +172,10 @@ def _iterate_accounts(response: MetricsResponse) -> Iterator[Tuple[TenantStatus,
 
 
 def _is_complete(response: MetricsResponse) -> bool:
-    """Return whether the client may see all data. For other clients the values are 0, which would be misleading."""
+    """Return whether the response contains the data of all tenants.
+
+    A client that may see only its own tenant receives 0 for other values, and exporting the 0 would be misleading.
+    """
     return bool(response.seconds_bounds)
 
 
@@ -175,7 +199,10 @@ def _processes(response: MetricsResponse) -> Iterator[Sample]:
 
 
 def _requests(response: MetricsResponse) -> Iterator[Sample]:
-    """Yield requests by code. All limits of a tenant count as RESOURCE_EXHAUSTED."""
+    """Yield the number of requests for each result code.
+
+    Requests that were rejected because of one of the tenant's limits count as RESOURCE_EXHAUSTED.
+    """
     for tenant, account in _iterate_accounts(response):
         codes = {"OK": account.served}
         for reason, count in account.failed.items():

@@ -8,14 +8,15 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class GroupMember(NamedTuple):
-    """A model of a model group.
+    """Arguments for one model of a model group.
 
     Attributes:
-        model: the path of its snapshot. Models that share weights have the same path.
-        snapshot_identity: identity and digest of the snapshot, which save the worker from reading it again.
-        options: the engine options, as JSON.
-        sample: an .npz file of inputs for the self-test, or "".
-        tolerance: the largest accepted difference between answers to the sample.
+        model: the path of the model's snapshot. Models that share weights have the same path.
+        snapshot_identity: the identity and digest of the snapshot, or "". If the identity still matches, the worker
+            need not read all files again to compute the digest.
+        options: the engine options of the model, as JSON.
+        sample: the path of an .npz file of inputs for the self-test, or "" to generate the inputs.
+        tolerance: the largest accepted difference between two answers to the same self-test inputs.
     """
 
     model: str
@@ -26,11 +27,11 @@ class GroupMember(NamedTuple):
 
 
 class GroupMembers(NamedTuple):
-    """The models of a model group, in order.
+    """Arguments for a process that runs a model group.
 
     Attributes:
-        sharing: the shared memory: "workspace", "weights" or "both".
-        models: the models.
+        sharing: the memory that the models share: "workspace" (the memory of predicts), "weights" or "both".
+        models: the models, in the order in which the daemon numbers them.
     """
 
     sharing: str
@@ -56,7 +57,7 @@ class GroupMembers(NamedTuple):
 
 
 def joint_digest(digests: Sequence[str]) -> str:
-    """Return the digest of a model group from the digests of its models, in their order."""
+    """Return the digest of a model group, computed from the digests of its models in the group's order."""
     return hashlib.sha256("".join(f"{each}\n" for each in digests).encode("ascii")).hexdigest()
 
 
@@ -64,17 +65,18 @@ class RendezvousInfo(NamedTuple):
     """Arguments of a rank, or of the broker of a rank group.
 
     Attributes:
-        rank: the number of the rank; -1 for a broker.
-        size: the number of ranks.
-        connect_timeout_s: seconds within which all ranks must find each other.
-        exec_timeout_s: seconds for which a rank waits for another one in a predict.
-        reply_rank: the rank whose outputs are the answer; None if the outputs of all ranks are concatenated.
+        rank: the number of this rank, from 0; -1 for a broker.
+        size: the number of ranks in the rank group.
+        connect_timeout_s: seconds within which all ranks must have connected to each other.
+        exec_timeout_s: seconds for which a rank waits for another rank in a predict.
+        reply_rank: the rank whose outputs are the answer to a request; None if the answer consists of the outputs of
+            all ranks, concatenated.
         host: the host at which the broker listens.
         port: the port of the broker; 0 without a broker.
-        rank_table: the path of the rank table, or "".
-        group_info: the path of the file with the groups of ranks within the model, or "".
-        buffer_mib: communication buffer on the card for each of these groups, in MiB; 0 without a card.
-        cores: the cores to which the process is bound once it serves; "" to keep the current ones.
+        rank_table: the path of the rank table, a file with the addresses of all ranks' cards, or "".
+        group_info: the path of the file that lists communication groups, which are subsets of the ranks, or "".
+        buffer_mib: size of the communication buffer on the card for each communication group, in MiB; 0 without a card.
+        cores: the core list to which the process is bound once it serves; "" to keep the current cores.
     """
 
     rank: int

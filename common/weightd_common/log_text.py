@@ -1,4 +1,4 @@
-"""Text for logs and status lines: journal priorities (sd-daemon(3)), plurals, foreign text, the progress of a load."""
+"""Text for logs and status lines: journal priorities (sd-daemon(3)), plurals, escaping, and the progress of a load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Mapping, Optional
 
-# Log levels, most severe first, with the corresponding syslog priorities.
+# Pairs of a log level, the most severe first, and its syslog priority.
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG = 7
 
@@ -14,7 +14,8 @@ _DEBUG = 7
 def is_connected_to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
     """Return whether systemd has connected the descriptor to the journal.
 
-    The variable alone is no proof: processes whose output goes elsewhere inherit it.
+    JOURNAL_STREAM in `environment` names the device and inode of the journal's socket. A child process inherits this
+    variable even if its output goes elsewhere, so the function compares the descriptor's device and inode with it.
     """
     try:
         status = os.fstat(descriptor)
@@ -45,17 +46,17 @@ def format_mib(nbytes: int) -> str:
 
 
 def to_one_line(text: str) -> str:
-    """Return foreign text on one line, with all characters escaped that could affect a terminal."""
+    """Return text from outside of weightd on one line. Characters that could affect a terminal are escaped."""
     lines = (line.strip() for line in text.replace("\t", " ").splitlines())
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
 
 
 def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> str:
-    """Return progress as "43 %, about 20 s left", only one part if the other is unknown, or "" if both are.
+    """Return the progress of a load as text, such as "43 %, about 20 s left". An unknown part is left out.
 
     Args:
-        fraction: the completed part from 0 to 1, None if unknown. An unfinished load is never shown as 100 %.
-        remaining_s: the remaining seconds, None if unknown.
+        fraction: the completed part of the load from 0 to 1; None if unknown.
+        remaining_s: the estimated seconds until the load is complete; None if unknown.
     """
     parts = [] if fraction is None else [f"{percent(fraction)} %"]
     if remaining_s is not None:
@@ -64,12 +65,12 @@ def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> st
 
 
 def percent(fraction: float) -> int:
-    """Return a fraction as an integer percentage from 0 to 99."""
+    """Return the completed part of a load as an integer percentage, at most 99 because the load is not complete."""
     return max(0, min(99, int(100 * fraction)))
 
 
 def _round_duration(seconds: float) -> str:
-    """Return a duration as text, rounded to the precision of an estimate."""
+    """Return an estimated duration as text, such as "20 s". The longer the duration, the coarser the rounding."""
     if seconds < 10:
         return f"{max(1, round(seconds))} s"
     if seconds < 120:

@@ -1,8 +1,8 @@
-"""Shared memory as memfds: creation with a sealed size, and validation of received ones.
+"""Shared memory as memfds: creates memfds with a sealed size, and validates memfds received from other processes.
 
-If a process truncates a file that others have mapped, those die with SIGBUS when they access the missing pages. A memfd
-with the right seals cannot be truncated by any process. Its content may still change at any time: code that relies on
-it must copy the content first and validate the copy.
+If a process truncates a file that other processes have mapped, these die with SIGBUS when they access the missing
+pages. A memfd with the right seals cannot be truncated by any process. Its content may still change at any time, so a
+process must copy the content before it validates and uses the content.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ _MFD_NOEXEC_SEAL = 0x0008
 
 
 class NotShareable(Exception):
-    """A descriptor cannot be used as shared memory. The text names what was expected and received."""
+    """A descriptor cannot be used as shared memory. The text names the expected and the received descriptor."""
 
 
 def create(nbytes: int, name: str = "weightd") -> int:
-    """Return a memfd of this size, which can no longer be changed.
+    """Return a memfd of `nbytes` bytes, sealed so that no process can change its size.
 
-    Pages are allocated when they are written. The memory is freed with its last descriptor and mapping.
+    The kernel allocates each page when it is first written, and frees the memory after the last descriptor is closed
+    and the last mapping is removed.
 
     Raises:
         OSError: the memfd cannot be created, or the system does not support memfds.
     """
     try:
-        # The system may forbid executable memfds (vm.memfd_noexec), and none is needed here.
+        # Without MFD_NOEXEC_SEAL the call may fail, because the sysctl vm.memfd_noexec can forbid executable memfds.
         descriptor = _memfd_create(name, _MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Linux before 6.3 does not support the flag.
+        # Linux before 6.3 does not support MFD_NOEXEC_SEAL.
         descriptor = _memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -53,7 +54,10 @@ def create(nbytes: int, name: str = "weightd") -> int:
 
 
 def is_memory(descriptor: int) -> bool:
-    """Return whether a descriptor is a memfd or another file in memory. This never calls a user's file system."""
+    """Return whether a descriptor is a memfd or another file in memory.
+
+    The check never blocks, not even on the descriptor of a file on a FUSE file system of a user.
+    """
     try:
         fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
@@ -62,16 +66,17 @@ def is_memory(descriptor: int) -> bool:
 
 
 def checked_size(descriptor: int) -> int:
-    """Return the size of received shared memory, after checking that the size cannot change.
+    """Return the size of received shared memory in bytes, after checking that the size cannot change.
 
-    This function never waits for a file system of the sender. Closing a rejected descriptor may wait, so the caller
-    must close it where that delays no other client.
+    This function never blocks, even if the sender passes the descriptor of a file on its own FUSE file system. But
+    closing such a rejected descriptor may block, so the caller must close it where this delays no other client.
 
     Raises:
         NotShareable: the descriptor is not a suitable memfd.
     """
     try:
-        # First, because the kernel itself answers this query, and only for files in memory.
+        # Query the seals before anything else: the query succeeds only for files in memory, and never calls the file
+        # system of another file, which could block.
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
         raise NotShareable("expected a memfd, got a descriptor of something else") from None
@@ -82,7 +87,8 @@ def checked_size(descriptor: int) -> int:
         raise NotShareable("expected a memfd that can be read, got one that is open for writing only")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:
-        # Its pages come from a pool that may be empty when they are accessed, which causes SIGBUS as well.
+        # Huge pages come from a pool. If the pool is empty when a process accesses the page, the process dies with
+        # SIGBUS.
         raise NotShareable(f"expected a memfd of pages of {mmap.PAGESIZE} bytes, got pages of {page}")
     nbytes = os.fstat(descriptor).st_size
     if not nbytes:

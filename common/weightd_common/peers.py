@@ -1,8 +1,8 @@
-"""Identification of a connection's peer before it has sent data: a user of this host, or another host.
+"""Identifies the peer of an accepted connection, before the peer has sent data: a user of this host, or another host.
 
-The kernel names the user of a unix socket and, through its socket diagnostics, also of a TCP connection from this host.
-So two users of one host have separate limits although both connect from 127.0.0.1, and a user gets no further limits by
-connecting from another address of this host.
+The kernel reports the user at the other end of a unix socket and, through its socket diagnostics, also of a TCP
+connection from this host. So two users of this host have separate limits although both connect from 127.0.0.1, and a
+user cannot multiply the limits by connecting from several addresses of this host.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import NamedTuple, Optional, Tuple, Union
 
 from weightd_common.peer_credentials import is_operator, peer_credentials
 
-# struct nlmsghdr of the kernel.
+# Layout of the kernel's struct nlmsghdr, the header of a netlink message.
 _HEADER = struct.Struct("=IHHII")
 _NLM_F_REQUEST = 1
 
-# NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, and struct inet_diag_req_v2 and inet_diag_msg of the kernel.
+# Socket diagnostics, see sock_diag(7): NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, and the layouts of struct
+# inet_diag_req_v2 (the query) and struct inet_diag_msg (the answer).
 _SOCK_DIAG = 4
 _BY_FAMILY = 20
 _REQUEST = struct.Struct("=BBBBI")
@@ -29,7 +30,8 @@ _STATE_AT = 1
 _OWNER = struct.Struct("=II")  # uid, inode
 _OWNER_AT = 4 + 4 + 2 * _ADDRESS_BYTES + 12 + 12
 
-# NETLINK_ROUTE, RTM_NEWROUTE, RTM_GETROUTE, and struct rtmsg and rtattr of the kernel.
+# Queries of the routing table, see rtnetlink(7): NETLINK_ROUTE, RTM_NEWROUTE, RTM_GETROUTE, and the layouts of struct
+# rtmsg and struct rtattr.
 _ROUTE = 0
 _NEW_ROUTE = 24
 _GET_ROUTE = 26
@@ -42,20 +44,21 @@ _RTA_DST = 1
 _RTA_OIF = 4
 _LOOPBACK_INTERFACE = 1
 
-# States of the client's socket while the service's socket is open: before and after the client has sent a FIN.
+# TCP states of the client's socket while the service's socket is open: before and after the client has sent a FIN.
 _ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2 = 1, 4, 5
 
-# Clients in one network count as one peer, because a host may use any address within it.
+# Prefix length of IPv6 networks. All clients in one such network count as one peer, because a single host may use any
+# address of its network.
 _IPV6_NETWORK = 64
 
 _Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
 
 
 class Peer(NamedTuple):
-    """The other end of a connection.
+    """The client at the other end of a connection.
 
     Attributes:
-        key: identifies the user or host; connections with equal keys share their limits.
+        key: identifies the client's user or host; connections with equal keys share their limits.
         uid: the user at the other end of a unix socket; None for TCP.
         common_name: the common name of a certificate verified by TLS; None without one.
         is_local: whether the peer is on this host.
@@ -71,18 +74,18 @@ class Peer(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the connection existed when the kernel was queried. Do not serve any other connection."""
+        """Whether the peer could be identified. If not, the connection has already ended and must not be served."""
         return self is not UNKNOWN
 
 
 UNKNOWN = Peer("unknown")
 
-# The peer of all connections from this host whose users the kernel does not report.
+# Common peer of all TCP connections from this host for which the kernel does not report the user.
 THIS_HOST = Peer("this host", is_local=True)
 
 
 class Peers:
-    """Identifies peers. Queries the kernel for the users of TCP connections from this host if possible."""
+    """Identifies the peers of connections. For a TCP connection from this host, it asks the kernel for the user."""
 
     def __init__(self) -> None:
         self._routes = _Netlink(_ROUTE)
@@ -91,8 +94,8 @@ class Peers:
     def identify(self, connection: socket.socket) -> Peer:
         """Return the peer of a connection that has just been accepted.
 
-        The result is `UNKNOWN` for a connection that the peer has ended already. A local client that has only shut down
-        its sending direction is still identified, unless packet filters of this host redirect the connection.
+        The result is `UNKNOWN` if the peer has already ended the connection. A client on this host that has only shut
+        down its sending direction is still identified, unless packet filters of this host redirect the connection.
         """
         try:
             if connection.family == socket.AF_UNIX:
@@ -102,7 +105,7 @@ class Peers:
             address = _address(remote[0])
             interface = _LOOPBACK_INTERFACE if address.is_loopback else self._local_interface(address)
             if interface is None and remote[0] == local[0]:
-                # The kernel cannot be queried.
+                # The connection is from this host, but the kernel cannot be asked which interface has the address.
                 interface = _LOOPBACK_INTERFACE
             if interface is None:
                 return Peer(_host(address))
@@ -114,12 +117,12 @@ class Peers:
         return Peer(_user(found), is_local=True, is_operator=is_operator(found))
 
     def close(self) -> None:
-        """Close the sockets to the kernel."""
+        """Close the netlink sockets."""
         self._routes.close()
         self._diagnostics.close()
 
     def _local_interface(self, address: _Address) -> Optional[int]:
-        """Return the number of the interface with this address, or None if it is an address of another host."""
+        """Return the number of this host's interface that has the address, or None for an address of another host."""
         packed = address.packed
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         body = _ROUTE_MESSAGE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, _RTM_F_FIB_MATCH)
@@ -137,17 +140,22 @@ class Peers:
         return _LOOPBACK_INTERFACE
 
     def _uid_of_tcp(self, remote: Tuple[_Address, int], local: Tuple[_Address, int], interface: int) -> Optional[int]:
-        """Return the user who owns the socket at the far end of a connection within this host.
+        """Return the user who owns the client's socket of a TCP connection within this host.
 
-        The kernel finds a socket that is bound to an interface only by the number of that interface, and an unbound
-        socket by any number. A socket can connect from an address only if it is bound to the interface of the address
-        or unbound.
+        The query contains the number of the interface that has the client's address. The kernel finds the client's
+        socket with this number, because the socket is either bound to this interface or to none: if it were bound to
+        another interface, it could not connect from the address.
+
+        Args:
+            remote: address and port of the client's socket.
+            local: address and port of the service's socket.
+            interface: the number of the interface that has the client's address.
 
         Returns:
-            The user id; None if the kernel knows no such socket.
+            The user id; None if the kernel finds no such socket.
 
         Raises:
-            OSError: no process has the socket any more.
+            OSError: the client has closed its socket, so that no user owns it.
         """
         family = socket.AF_INET if remote[0].version == 4 else socket.AF_INET6
         body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + struct.pack("!HH", remote[1], local[1])
@@ -155,34 +163,35 @@ class Peers:
         body += struct.pack("=I", interface) + _NO_COOKIE
         answer = self._diagnostics.request(_BY_FAMILY, body, _BY_FAMILY)
         if answer is None or answer[_STATE_AT] not in (_ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2):
-            # In any other state it is not the far end: the kernel also finds a socket that listens on the far port.
+            # A socket in another state is not the client's: if the kernel finds no exact match, it reports a socket
+            # that listens on the client's port.
             return None
         uid: int
         uid, inode = _OWNER.unpack_from(answer, _OWNER_AT)
         if not inode:
-            # For such a socket the kernel reports root as the owner.
+            # The kernel reports inode 0, and root as the owner, for a socket that its process has closed.
             raise OSError("the client has closed its socket")
         return uid
 
 
 class _Netlink:
-    """A socket to one of the kernel's netlink families. If it cannot be created, no query succeeds."""
+    """A socket of one netlink family, for queries of the kernel. If it cannot be created, every query fails."""
 
     def __init__(self, family: int) -> None:
         self._socket: Optional[socket.socket] = None
         self._sequence_number = 0
         with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, family)
-            # The kernel answers within the call that sends the query.
+            # The socket need not wait: when `send` has returned, the kernel has already queued its answer.
             self._socket.setblocking(False)
 
     @property
     def is_open(self) -> bool:
-        """Whether the kernel can be queried."""
+        """Whether the netlink socket could be created."""
         return self._socket is not None
 
     def request(self, kind: int, body: bytes, expected: int) -> Optional[bytes]:
-        """Return the answer to a query without its header, or None if it is not of the expected kind."""
+        """Send a query of type `kind`. Return the answer without its header, or None if its type is not `expected`."""
         if self._socket is None:
             return None
         self._sequence_number = (self._sequence_number + 1) & 0xFFFFFFFF

@@ -1,7 +1,8 @@
 """Attributes of this process in the kernel: its OOM score, and the title shown by `ps`.
 
-When memory runs out, the kernel kills workers before their holder, and the holder before the daemon, which can replace
-both. The OOM score counts thousandths of all memory in addition to the actual use, see proc_pid_oom_score_adj(5).
+When memory runs out, the kernel should kill workers before their holder, and the holder before the daemon, because the
+daemon can start new workers and holders. When the kernel chooses the process to kill, it adds the OOM score adjustment
+of a process, in thousandths of all memory, to the memory that the process uses, see proc_pid_oom_score_adj(5).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any, Optional, Sequence
 
 _log = logging.getLogger("weightd.protocol")
 
-# Added to the daemon's score. A worker can be replaced alone; losing a holder on a card loses its whole generation.
-# Losing any process of a rank group loses the group, and one rank frees as much memory as another.
+# Amounts by which each role's OOM score adjustment exceeds the daemon's. A worker's is higher than a holder's,
+# because a lost worker is replaced alone, whereas a lost holder on a card costs the whole generation. All ranks have
+# the same value, because the loss of any rank costs the whole rank group.
 SCORES_ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
 
 _MAX_SCORE = 1000
@@ -28,7 +30,8 @@ _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 _NO_FILE = 0xFFFFFFFF
 
-# Fields of /proc/self/stat after the process name. The other members of the structure are not in that file.
+# Members of `_Map` that are fields of /proc/self/stat, with the index of the field after the process name. The other
+# members are not in that file.
 _STAT_FIELDS = (
     *(("start_code", 23), ("end_code", 24), ("start_data", 42), ("end_data", 43), ("start_brk", 44)),
     *(("start_stack", 25), ("arg_start", 45), ("arg_end", 46), ("env_start", 47), ("env_end", 48)),
@@ -38,7 +41,7 @@ _STAT_FIELDS = (
 def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
     """Return the OOM score adjustment of this process, or None if it cannot be read.
 
-    A process that was just started has the daemon's.
+    A child that has just been started has inherited the daemon's OOM score adjustment.
 
     Args:
         file: the file with the score.
@@ -58,8 +61,8 @@ def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[in
     Args:
         role: a key of SCORES_ABOVE_DAEMON.
         file: the file with the score.
-        daemon_score: the daemon's score; None if it is the present score of this process. A forked process may have
-            inherited a raised score.
+        daemon_score: the daemon's score; None if this process still has the daemon's score. Pass it in a forked
+            process, which may have inherited a raised score.
     """
     score = current_score(file) if daemon_score is None else daemon_score
     if score is None:
@@ -71,10 +74,10 @@ def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[in
 
 
 class ProcessTitle:
-    """The command line shown by `ps` for this process, or for a process forked from it.
+    """Sets the command line that `ps` shows for this process, or for a process forked from it.
 
     Attributes:
-        first_word: the name under which the program was started.
+        first_word: the first word of the original command line: the name under which the program was started.
     """
 
     def __init__(self) -> None:
@@ -85,7 +88,7 @@ class ProcessTitle:
             self._map: Any = _map()
         except (OSError, ValueError, IndexError):
             self._map = None
-        # The kernel refers to this buffer for the life of the process.
+        # Memory with the new command line. The kernel refers to it, so it must live as long as the process.
         self._title_buffer: Any = None
 
     def set_title(self, words: Sequence[str]) -> None:
@@ -105,11 +108,11 @@ class ProcessTitle:
             self._title_buffer = buffer
         else:
             self._map.arg_start, self._map.arg_end = begin, end
-            # The last byte must remain NUL. Otherwise the kernel also shows the memory after it.
+            # The last byte must remain NUL. Otherwise the kernel also shows the memory after the command line.
             ctypes.memmove(begin, line[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
     def _set_kernel_map(self) -> bool:
-        # Only this member may have changed in the meantime.
+        # Of all members, only the end of the heap may have changed since `_map` was filled.
         self._map.brk = self._libc.sbrk(0)
         words = [
             ctypes.c_ulong(_PR_SET_MM_MAP),

@@ -1,8 +1,9 @@
 """First steps of each program of weightd, before the slow imports.
 
-A program restores the default actions of signals that its parent has ignored or blocked, forks if it is the init of a
-container, sets up to die with its parent if it is a child, and excludes its memory from core dumps. Small helper
-processes import this module as well, so it imports nothing large: ctypes only in the functions that need it.
+A program restores the default actions of signals that its parent has ignored or blocked. It forks if it is the init
+process of a container. If it is a child, it lets the kernel kill it when its parent exits. It excludes its memory from
+core dumps. Small helper processes import this module as well, so the module imports nothing large, and ctypes only in
+the functions that need it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import resource
 import signal
 from typing import Any, Generator, List, Optional, Sequence, Set
 
-# Shells and nohup(1) deliberately ignore these signals for programs in the background.
+# Signals that stay ignored if the parent ignores them: shells and nohup(1) do so deliberately for background programs.
 _INHERITED = frozenset(
     (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
 )
@@ -26,13 +27,15 @@ _IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 _PR_SET_PDEATHSIG = 1
 _PR_GET_CHILD_SUBREAPER = 37
 
-# An init forwards all signals except faults of the process itself and the two that cannot be caught.
+# Signals that the init process does not forward to its child: faults of the init process itself, and the two signals
+# that cannot be caught.
 _NOT_FORWARDED = {
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
     *(signal.SIGKILL, signal.SIGSTOP),
 }
 
-# The variables that name the process they are meant for, see sd_listen_fds(3) and sd_watchdog_enabled(3).
+# Environment variables of sd_listen_fds(3) and sd_watchdog_enabled(3) with the pid of the process that the service
+# manager has started. After a fork, the child sets them to its own pid.
 _PID_VARIABLES = ("LISTEN_PID", "WATCHDOG_PID")
 
 _FIRST_INHERITED_DESCRIPTOR = 3
@@ -42,16 +45,17 @@ _COREDUMP_FILTER = "/proc/self/coredump_filter"
 
 
 def reset_signals(*ignored: signal.Signals) -> None:
-    """Restore the default action of ignored signals and unblock all signals. Call it first, in the main thread.
+    """Restore the default action of ignored signals and unblock all signals.
 
-    If a parent ignores SIGCHLD, the kernel would otherwise discard the exit statuses of this process's children. If a
-    parent blocks SIGTERM, this process would never receive it. SIGHUP, SIGINT, SIGQUIT and the job-control signals stay
-    ignored if they are: nohup(1) and shells rely on that.
+    A program calls this function first, in its main thread, because it inherits ignored and blocked signals from its
+    parent. With SIGCHLD ignored, the kernel would discard the exit statuses of the program's children. With SIGTERM
+    blocked, the program would never receive it. SIGHUP, SIGINT, SIGQUIT and the job-control signals stay ignored if the
+    parent ignores them, because nohup(1) and shells rely on that.
 
     Args:
-        ignored: signals that this process ignores from now on, including pending ones.
+        ignored: signals that this process ignores from now on. Pending instances are discarded.
     """
-    # Before the signals are unblocked, because ignoring a signal discards pending instances.
+    # Ignoring a signal discards pending instances, so ignore signals before unblocking them.
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     kept = {*ignored, *_INHERITED, *_IGNORED_BY_PYTHON}
@@ -64,12 +68,13 @@ def reset_signals(*ignored: signal.Signals) -> None:
 def disable_core_dumps(file: str = _COREDUMP_FILTER) -> None:
     """Prevent core files of this process and its children, and exclude their memory from all other core dumps.
 
-    A limit of 0 prevents a core file. If core(5) pipes dumps to a program or sends them to a socket, the kernel ignores
-    the limit, and not every such program respects it; the process's filter excludes all memory from any dump. Both
-    settings can be raised from outside for debugging, with prlimit(1) and in /proc/PID/coredump_filter.
+    Core dumps would contain the model's weights and the data of requests. A size limit of 0 prevents core files. But if
+    the system pipes core dumps to a program or sends them to a socket, see core(5), the kernel ignores the limit.
+    Therefore the process's core dump filter also excludes all memory. For debugging, an operator can change both
+    settings of the running process, with prlimit(1) and in /proc/PID/coredump_filter.
 
     Args:
-        file: the filter of this process, see core(5).
+        file: the path of this process's core dump filter.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
@@ -80,9 +85,10 @@ def disable_core_dumps(file: str = _COREDUMP_FILTER) -> None:
 
 @contextlib.contextmanager
 def silent_while_importing() -> Generator[None, None, None]:
-    """Let SIGINT end the process silently. Python would print a traceback into its imports, which take a while.
+    """Let SIGINT kill the process silently in the block, which imports modules.
 
-    After the block, SIGINT raises KeyboardInterrupt again. A signal that is ignored stays ignored.
+    Imports take a while, and Python would print a long traceback when the user presses Ctrl-C meanwhile. After the
+    block, SIGINT raises KeyboardInterrupt again. If SIGINT is ignored, it stays ignored.
     """
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if python_handles:
@@ -96,7 +102,8 @@ def silent_while_importing() -> Generator[None, None, None]:
 def gc_disabled() -> Generator[None, None, None]:
     """Disable the garbage collector while the block imports modules, which saves an eighth of the import time.
 
-    Later collections skip the imported objects as well, because they live as long as the process.
+    Afterwards `gc.freeze` excludes the imported objects from later collections, because they live as long as the
+    process.
     """
     gc.disable()
     try:
@@ -113,19 +120,20 @@ def die_with_parent(parent: int) -> None:
         parent: the pid of the expected parent.
 
     Raises:
-        SystemExit: the process has another parent, because the expected one has died or has started it through a
-            wrapper.
+        SystemExit: this process has another parent: the expected parent has exited, or it has started a wrapper program
+            that started this process.
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the call above took effect, in which case no signal would ever arrive.
+    # If the parent exited before the prctl call, the kernel will never send the signal, so check the parent now.
     if os.getppid() != parent:
         raise SystemExit(f"expected to be a child of {parent}, but the parent is {os.getppid()}")
 
 
 def die_with_named_parent(words: Sequence[str]) -> None:
-    """Call `die_with_parent` with the pid that follows ``--parent`` on a command line, if it is given.
+    """Call `die_with_parent` with the pid after ``--parent`` on a command line; do nothing without this option.
 
-    Call it before the imports: they take a second, and the process would survive if its parent exited in that time.
+    A program calls this function before its imports. These take about a second, and if the parent exited during the
+    imports, the program would continue to run.
 
     Raises:
         SystemExit: as `die_with_parent`.
@@ -137,10 +145,11 @@ def die_with_named_parent(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def sigint_blocked() -> Generator[None, None, None]:
-    """Start processes in the block with SIGINT blocked, until they call `reset_signals`.
+    """Block SIGINT while the block starts child processes. The children inherit this and call `reset_signals` later.
 
-    A terminal sends SIGINT to the whole process group, to which a child belongs until it creates a session: Ctrl-C
-    would kill it in that time. SIGINT for this process is delivered after the block.
+    On Ctrl-C, a terminal sends SIGINT to the whole process group. A new child is still in this process's group until it
+    creates a new session, and SIGINT would kill it in that time. A SIGINT for this process itself is delivered
+    after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -150,12 +159,12 @@ def sigint_blocked() -> Generator[None, None, None]:
 
 
 def serve_as_init() -> None:
-    """Fork if this process is an init: PID 1, or a child subreaper (prctl(2)). Otherwise do nothing.
+    """Fork if this process is an init process: PID 1, or a child subreaper (prctl(2)). Otherwise do nothing.
 
-    Orphans of the whole container become children of an init, which must reap them, and the kernel ignores every signal
-    to PID 1 that has no handler. The parent therefore becomes a supervisor: it reaps, forwards signals, and exits with
-    the status of the child. The function returns in the child. Call it after `reset_signals`, while the process has one
-    thread.
+    An init process must reap all orphaned processes of its container, and the kernel ignores every signal to PID 1 for
+    which PID 1 has no handler. Therefore the parent becomes a supervisor, which reaps orphans, forwards signals to the
+    child, and exits with the status of the child. The child returns from this function and runs the program. Call the
+    function after `reset_signals`, while the process has only one thread.
 
     Raises:
         SystemExit: the process cannot fork.
@@ -163,7 +172,7 @@ def serve_as_init() -> None:
     if os.getpid() != 1 and not _is_subreaper():
         return
     forwarded = set(signal.Signals) - _NOT_FORWARDED
-    # Blocked before the fork, so that no signal is lost.
+    # The signals are blocked before the fork, so that none is lost before `_supervise` waits for them.
     signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     parent = os.getpid()
     try:
@@ -175,7 +184,7 @@ def serve_as_init() -> None:
         try:
             status = _supervise(child, forwarded)
         finally:
-            # This process must never continue as the program, whatever happens.
+            # Only the child runs the program. The supervisor must exit here even after an exception.
             os._exit(status)
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -193,7 +202,10 @@ def _is_subreaper() -> bool:
 
 
 def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
-    """Reap all children and forward signals until `child` has exited. Return the exit status for this process."""
+    """Reap all children and forward signals to `child` until it has exited.
+
+    Return the exit status with which this process should exit.
+    """
     _close_inherited()
     while True:
         received = signal.sigwaitinfo(forwarded)
@@ -202,8 +214,9 @@ def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
             if status is not None:
                 return status
         elif received.si_code <= 0 or received.si_signo == signal.SIGHUP:
-            # A positive code means a key at the terminal. The child receives that signal itself, because it is in the
-            # same process group. Only SIGHUP is sent to this process alone.
+            # A positive code shows that the kernel has sent the signal for a key such as Ctrl-C at the terminal. The
+            # child receives such a signal itself, because it is in the same process group, except SIGHUP, which the
+            # kernel sends to this process alone.
             os.kill(child, received.si_signo)
 
 
@@ -221,14 +234,14 @@ def _reap(child: int) -> Optional[int]:
 
 
 def _close_inherited() -> None:
-    """Close inherited sockets and pipes, so that their other ends see the end of the child."""
+    """Close inherited sockets and pipes. Otherwise the processes at their other ends could not see the child exit."""
     descriptors: List[str] = []
     # A container may lack /proc.
     with contextlib.suppress(OSError):
         descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
     for descriptor in map(int, descriptors):
         if descriptor >= _FIRST_INHERITED_DESCRIPTOR:
-            # The descriptor of the listed directory is closed already.
+            # The list includes the descriptor with which the directory was listed. It is already closed.
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

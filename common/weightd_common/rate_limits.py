@@ -1,4 +1,7 @@
-"""Per-user limits: token buckets, rate-limited logging, and a round-robin queue. No I/O and no clock."""
+"""Per-user limits: token buckets, rate-limited logging, and a round-robin queue.
+
+The module does no I/O and reads no clock: callers pass the current time.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from typing import Dict, Generic, Iterator, Optional, Tuple, TypeVar
 
 T = TypeVar("T")
 
-# Full buckets are dropped when the table has doubled in size since the last time.
+# Minimum number of stored buckets at which full buckets are dropped. A full bucket is like a new one. The next drop
+# happens when the number of buckets has doubled.
 _MIN_DROP_SIZE = 1024
 
-# Number of keys with separate log limits. All further keys share one limit.
+# Maximum number of keys with separate limits in a RateLimitedLog. All further keys share one limit.
 _MAX_KEYS = 256
 _OTHER_KEYS = ""
 
@@ -17,7 +21,8 @@ _OTHER_KEYS = ""
 class TokenBucket:
     """Token bucket. A new bucket is full.
 
-    The rate (tokens per second, more than 0) and the burst (the capacity of the bucket) may differ in each call.
+    Callers pass the rate (tokens per second, more than 0) and the burst (the capacity of the bucket) in each call, and
+    may change both between calls.
     """
 
     __slots__ = ("_tokens", "_updated_at")
@@ -27,11 +32,11 @@ class TokenBucket:
         self._updated_at = -float("inf")
 
     def tokens(self, rate: float, burst: float, now: float) -> float:
-        """Return the number of tokens, which is negative after a `charge` that exceeded the balance."""
+        """Return the number of tokens in the bucket. It is negative after a `charge` of more tokens than available."""
         return min(burst, self._tokens + (now - self._updated_at) * rate)
 
     def take(self, rate: float, burst: float, now: float) -> bool:
-        """Take one token if available, and return whether it was."""
+        """Take one token if the bucket has one, and return whether a token was taken."""
         tokens = self.tokens(rate, burst, now)
         if tokens < 1.0:
             return False
@@ -39,12 +44,12 @@ class TokenBucket:
         return True
 
     def charge(self, tokens: float, rate: float, burst: float, now: float) -> None:
-        """Take tokens, also beyond the balance, by at most one burst; see `TokenBuckets.charge`."""
+        """Take tokens even if the bucket has fewer. The number of tokens becomes negative, down to -`burst`."""
         self._tokens, self._updated_at = max(-burst, self.tokens(rate, burst, now) - tokens), now
 
 
 class TokenBuckets:
-    """A token bucket for each key. Operations take the same time for any number of keys.
+    """Token buckets by key, such as a user. The time of an operation does not grow with the number of keys.
 
     Args:
         rate: tokens per second for each bucket; 0 for no limit.
@@ -58,23 +63,23 @@ class TokenBuckets:
         self._drop_at = _MIN_DROP_SIZE
 
     def take(self, key: str, now: float) -> bool:
-        """Take one token of a key if available, and return whether it was."""
+        """Take one token from the key's bucket if it has one, and return whether a token was taken."""
         return not self._rate or self._bucket(key, now).take(self._rate, self._burst, now)
 
     def has_one(self, key: str, now: float) -> bool:
-        """Return whether `take` would succeed."""
+        """Return whether the key's bucket has a token, so that `take` would succeed."""
         return not self._rate or self._bucket(key, now).tokens(self._rate, self._burst, now) >= 1.0
 
     def charge(self, key: str, tokens: float, now: float) -> None:
-        """Take tokens of a key, also beyond the balance, by at most one burst.
+        """Take tokens from the key's bucket even if it has fewer. The number becomes negative, down to -`burst`.
 
-        A negative number returns tokens.
+        A negative argument `tokens` puts tokens back.
         """
         if self._rate:
             self._bucket(key, now).charge(tokens, self._rate, self._burst, now)
 
     def __len__(self) -> int:
-        """Return the number of stored keys."""
+        """Return the number of keys with a stored bucket."""
         return len(self._buckets)
 
     def _bucket(self, key: str, now: float) -> TokenBucket:
@@ -92,21 +97,28 @@ class TokenBuckets:
 
 
 class RateLimitedLog:
-    """Rate limiter for log lines about events that a client can cause at any rate: the first, then one per interval.
+    """Rate limiter for log lines about events that a client can cause at any rate.
+
+    For each key, such as a client, the first event is logged, and then at most one event per interval.
 
     Args:
-        interval_s: seconds between two lines for the same key.
+        interval_s: minimum number of seconds between two log lines for the same key.
     """
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        # The time of the next allowed line, and the number of events suppressed since the last line.
+        # For each key: the time from which its next event may be logged, and the number of events since its last line.
         self._entries: Dict[str, Tuple[float, int]] = {}
-        # No entry expires before this time.
+        # Time at which the first of the entries expires. Before then, `_drop_expired` would find nothing to drop.
         self._forget_at = 0.0
 
     def record(self, key: str, now: float) -> Optional[int]:
-        """Count an event. Return None to suppress it, otherwise the number suppressed since the last line."""
+        """Record an event, and return whether the caller should log it.
+
+        Returns:
+            None if the caller should not log the event. Otherwise the number of the key's events that were suppressed
+            since its last line.
+        """
         if key not in self._entries and len(self._entries) >= _MAX_KEYS and now >= self._forget_at:
             self._drop_expired(now)
         if key not in self._entries and len(self._entries) >= _MAX_KEYS:
@@ -124,36 +136,38 @@ class RateLimitedLog:
 
 
 class RoundRobinQueue(Generic[T]):
-    """Round-robin queue over users: a user with many queued items delays the next user by one item only.
+    """Round-robin queue over users: `take` takes an item of each user in turn.
 
-    Items must be hashable, and no item may be in the queue twice. Operations take the same time for any number of
-    items. A user may be None.
+    So a user with many queued items delays every other user by one item only.
+
+    Items must be hashable, and no item may be in the queue twice. The time of an operation does not grow with the
+    number of items. A user may be None.
     """
 
     def __init__(self) -> None:
-        # The first item of the first user is next.
+        # The queued items of each user. The next item is the first one of the first user.
         self._items_by_user: Dict[Optional[str], Dict[T, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._items_by_user)
 
     def __iter__(self) -> Iterator[Optional[str]]:
-        """Iterate over the users with items, the next one first."""
+        """Iterate over the users with queued items, in the order of their turns."""
         return iter([*self._items_by_user])
 
     def __contains__(self, user: Optional[str]) -> bool:
         return user in self._items_by_user
 
     def put(self, user: Optional[str], item: T) -> None:
-        """Append an item of a user."""
+        """Append an item to the items of a user."""
         self._items_by_user.setdefault(user, {})[item] = None
 
     def take(self) -> T:
-        """Remove and return the next item. Its user moves to the end."""
+        """Remove and return the first item of the user whose turn it is. This user's next turn is after all others."""
         return self.take_of(next(iter(self._items_by_user)))
 
     def take_of(self, user: Optional[str]) -> T:
-        """Remove and return the next item of a user. The user moves to the end."""
+        """Remove and return the first item of `user`, whose next turn is then after all other users."""
         items = self._items_by_user.pop(user)
         item = next(iter(items))
         del items[item]

@@ -1,20 +1,22 @@
 """Opening of files named by users, with the check that every user who has named a part of the path may read the file.
 
-The daemon reads with its own rights files that other users have named: a link points wherever its owner likes, and a
-model names external files. Each such user is an author of the path, and every author must have access to the file and
-to every directory after the link. Otherwise a link to a secret file would make the daemon disclose it. The daemon's
-user and root may name every file that the daemon can open.
+The daemon reads files with its own rights, but other users may have decided which file a path leads to: the owner of a
+symbolic link chooses the link's target, and the owner of a model file chooses the model's external files. Each such
+user is an author of the path. Every author must be allowed to read the file, and to search every directory after the
+link. Otherwise a link to a secret file would make the daemon disclose the file. The daemon's user and root may name
+every file that the daemon can open.
 
-There is no gap between check and use: the path is walked by descriptors, one name at a time, and the checked descriptor
-is the one that is read. The kernel never follows a link.
+There is no gap between check and use: this module opens the path one name at a time by directory descriptors, never
+lets the kernel follow a link, and reads the descriptor that it has checked.
 
-The rights of authors follow from owner, group, mode and the POSIX access control list, as in the kernel.
+An author's rights are computed from owner, group, mode and POSIX access control list, as the kernel does.
 
-A `Grant` identifies who has named the path itself. A client that asks the daemon to read a file is an author of the
-path from its first name on, so the client learns nothing about a directory that its user may not search.
+A `Grant` says which user has named the path itself. If a client asks the daemon to read a path, the client's user is
+an author from the first name of the path on, so the client learns nothing about a directory that its user may not
+search.
 
-For a path that only the operator names, `open_regular` is sufficient: it rejects pipes and devices, on which opening a
-file could wait forever.
+If only the operator can name a path, `open_regular` is sufficient. It rejects pipes and devices, because opening one
+could block forever.
 """
 
 from __future__ import annotations
@@ -29,32 +31,33 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-"""Maximum size of a configuration file in bytes. Thousands of tables are much smaller."""
+"""Maximum size of a configuration file in bytes. Even a file with thousands of tables is much smaller."""
 
-# The kernel's limit for links, and a limit that no real path exceeds.
+# Maximum number of symbolic links in a path, as in the kernel, and maximum depth of directories.
 _MAX_LINKS = 40
 _MAX_DEPTH = 256
 
 _READ, _SEARCH = 4, 1
 
-# From <linux/posix_acl_xattr.h>: a version, then entries of tag, permissions and id.
+# Extended attribute with a file's access control list, and its format from <linux/posix_acl_xattr.h>: a version, then
+# entries of tag, permissions and id.
 _ACL = "system.posix_acl_access"
 _ACL_HEADER, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 _USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 
 
 class AccessDenied(Exception):
-    """A user that controls a part of the path may not read its target. The text names this user and the file."""
+    """An author of a path may not read the file or search a directory. The text names the author's uid and the file."""
 
 
 class Grant(NamedTuple):
-    """The right by which a path was named.
+    """The user that has named a path, and the files that this user may name.
 
     Attributes:
-        uid: the user that named the path, who must be able to read the file. None: the operator, who may name every
+        uid: the user that named the path and must be allowed to read the file. None: the operator, who may name every
             file that the daemon can read.
-        gids: the groups of that user, as reported by the kernel.
-        directories: absolute paths of directories in which that user may name every file.
+        gids: the groups of this user, as reported by the kernel.
+        directories: absolute paths of directories in which this user may name every file.
     """
 
     uid: Optional[int] = None
@@ -62,7 +65,7 @@ class Grant(NamedTuple):
     directories: Tuple[str, ...] = ()
 
     def directory_of(self, path: str) -> str:
-        """Return the directory of the grant that contains the path, compared as text; "" if none does."""
+        """Return the one of `directories` that contains the path, compared as text; "" if none contains it."""
         parts = PurePosixPath(path).parts
         if ".." in parts:
             return ""
@@ -71,17 +74,22 @@ class Grant(NamedTuple):
 
 
 OPERATOR = Grant()
-"""The grant of the operator: of root, the daemon's user and the configuration file."""
+"""The grant for paths from the operator: from root, from the daemon's user, or from the configuration file."""
 
 
 class DirHandle(NamedTuple):
-    """A directory and its parents as open descriptors, starting with /, and the authors of the path to it."""
+    """A directory that was reached by walking a path.
+
+    Attributes:
+        descriptors: open descriptors of /, of each directory on the path, and of this directory.
+        authors: the uids of the authors of the path.
+    """
 
     descriptors: Tuple[int, ...]
     authors: FrozenSet[int] = frozenset()
 
     def with_authors(self, *uids: int) -> DirHandle:
-        """Return the same directory with additional authors."""
+        """Return this directory with the users `uids` as additional authors of the path."""
         return self._replace(authors=self.authors | {*uids})
 
     @contextlib.contextmanager
@@ -99,24 +107,26 @@ class DirHandle(NamedTuple):
             os.close(descriptor)
 
     def is_within(self, directories: Sequence[DirHandle]) -> bool:
-        """Return whether this directory is one of the given ones or below one of them."""
+        """Return whether this directory is one of `directories` or below one of them."""
         tops = {_identity(each.descriptors[-1]) for each in directories}
         return any(_identity(descriptor) in tops for descriptor in self.descriptors)
 
 
 class SafePathWalker:
-    """Resolves paths and checks the rights of their authors. Close it: it keeps the directories open.
+    """Context manager that resolves paths and checks the rights of their authors.
+
+    It keeps the walked directories open until the end of the `with` block.
 
     Args:
-        is_trusting: whether the files belong to the daemon and no other user has named them, so that authors are not
-            checked.
-        grant: the right by which the first path is named.
+        is_trusting: whether to skip the check of authors, for files that the daemon itself has written.
+        grant: the user that has named the path passed to `starting_directory`.
     """
 
     def __init__(self, *, is_trusting: bool = False, grant: Grant = OPERATOR) -> None:
         self._is_trusting = is_trusting
         self._grant = grant
-        # The directory of the grant to which opened files are confined, and its path.
+        # If the path is in one of the grant's directories: this directory, in which all opened files must be, and its
+        # path.
         self._confinement: Optional[Tuple[DirHandle, str]] = None
         self._open_descriptors = contextlib.ExitStack()
 
@@ -131,10 +141,10 @@ class SafePathWalker:
         return DirHandle((self._close_at_exit(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
 
     def starting_directory(self, path: str) -> Tuple[DirHandle, str]:
-        """Return the directory from which to resolve the absolute path, and the rest of the path.
+        """Return the directory from which to resolve an absolute path, and the part of the path after that directory.
 
-        In a directory of the grant, its user need not be able to read the file, but each file that is opened from now
-        on must be in that directory.
+        If the path is in one of the grant's directories, the result begins there. The grant's user then need not be
+        allowed to read the file, but every file that this object opens from now on must be in that directory.
 
         Raises:
             OSError, AccessDenied, ValueError: as `open_file`.
@@ -148,7 +158,7 @@ class SafePathWalker:
         return (self.root() if uid is None else self.root().with_authors(uid)), path
 
     def open_directory(self, start: DirHandle, path: str) -> DirHandle:
-        """Return the directory at `path`, relative to `start`.
+        """Return the directory at `path`, which is resolved relative to `start`.
 
         Raises:
             OSError, AccessDenied, ValueError: as `open_file`.
@@ -159,9 +169,9 @@ class SafePathWalker:
         return directory
 
     def open_file(self, start: DirHandle, path: str) -> Tuple[BinaryIO, DirHandle]:
-        """Open the regular file at `path`, relative to `start`.
+        """Open the regular file at `path`, which is resolved relative to `start`.
 
-        Return the file and the directory in which it really is.
+        Return the file, and the directory that contains it after all links are followed.
 
         Raises:
             OSError: the file does not exist, is not a regular file, or cannot be read.
@@ -175,7 +185,8 @@ class SafePathWalker:
             raise AccessDenied(
                 f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)"
             )
-        # Checked before opening, because opening a pipe waits for its other end, and opening a device may do anything.
+        # Check the type of the file before opening it for reading: opening a pipe can block, and opening a device can
+        # have side effects.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "expected a file, got a special file")
@@ -192,14 +203,20 @@ class SafePathWalker:
         return file, directory
 
     def _walk(self, start: DirHandle, path: str) -> Tuple[DirHandle, str, int]:
-        """Resolve a path. Return the directory to which it leads; for another file, its parent, name and descriptor."""
+        """Resolve `path` relative to `start`, follow links, and check the authors' rights to search directories.
+
+        Returns:
+            If the path leads to a directory: the directory, "" and -1. Otherwise the directory that contains the file,
+            the name of the file in it, and a descriptor of the file that cannot be read (O_PATH).
+        """
         descriptors, authors = list(start.descriptors), start.authors
         names = _split_reversed(path)
         links = 0
         while names:
             name = names.pop()
             if name == "..":
-                # Return along the walked path, so that moving a directory meanwhile leads nowhere else.
+                # Go back to the directory before on the walked path. The kernel's ".." could lead elsewhere, if a user
+                # has moved the current directory meanwhile.
                 del descriptors[max(1, len(descriptors) - 1) :]
                 continue
             found = self._close_at_exit(_open_entry(descriptors[-1], name))
@@ -242,7 +259,7 @@ class SafePathWalker:
 
 
 def open_regular(path: Union[str, Path]) -> BinaryIO:
-    """Open a regular file for reading, without blocking.
+    """Open a regular file for reading. The call never blocks, even if the path leads to a pipe.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -278,14 +295,14 @@ def read_regular(path: Union[str, Path], max_bytes: int) -> bytes:
 def _open_entry(directory: int, name: str) -> int:
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        # An automount is triggered only if a directory is requested.
+        # The kernel triggers an automount only if a directory is requested, so try O_DIRECTORY first.
         return os.open(name, flags | os.O_DIRECTORY, dir_fd=directory)
     except NotADirectoryError:
         return os.open(name, flags, dir_fd=directory)
 
 
 def _split_reversed(path: str) -> List[str]:
-    """Return the names in a path in reverse order."""
+    """Return the names in a path in reverse order, so that `pop` returns the next name."""
     return [each for each in reversed(path.split("/")) if each not in ("", ".")]
 
 
@@ -295,7 +312,15 @@ def _identity(descriptor: int) -> Tuple[int, int]:
 
 
 def _has_right(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, status: os.stat_result, right: int) -> bool:
-    """Return whether a user has a right. If `groups` is None, they are taken from the host's user database."""
+    """Return whether a user has the right `right` to the file at `descriptor`.
+
+    Args:
+        uid: the user.
+        groups: the user's groups; None to look them up in the host's user database.
+        descriptor: a descriptor of the file, from which the access control list is read.
+        status: the status of the file.
+        right: `_READ` or `_SEARCH`.
+    """
     if uid in (0, os.geteuid()):
         return True
     if uid == status.st_uid:
@@ -311,7 +336,7 @@ def _has_right(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, stat
 def _has_right_by_acl(
     entries: Sequence[Tuple[int, int, int]], uid: int, groups: FrozenSet[int], owning: int, right: int
 ) -> bool:
-    """Return whether a user who is not the owner has a right, as specified by acl(5)."""
+    """Return whether a user other than the file's owner has a right by the access control list, see acl(5)."""
     mask = next((bits for tag, bits, _ in entries if tag == _MASK), 7)
     for tag, bits, number in entries:
         if tag == _USER and number == uid:
@@ -327,7 +352,7 @@ def _has_right_by_acl(
 
 
 def _read_acl(descriptor: int) -> List[Tuple[int, int, int]]:
-    """Return the entries of the access control list, an empty list if the file has no such list."""
+    """Return the entries of a file's access control list; an empty list if the file has none."""
     try:
         content = os.getxattr(f"/proc/self/fd/{descriptor}", _ACL)
     except OSError:

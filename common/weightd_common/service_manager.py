@@ -1,7 +1,7 @@
-"""Protocol of the service manager: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
+"""Communication with the service manager: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
 
-Each part consists of environment variables and at most a datagram, so no library is needed. Besides systemd, other
-managers such as podman and s6 implement parts of it.
+These protocols consist of environment variables and datagrams, so no library is needed. Besides systemd, other service
+managers such as podman and s6 implement parts of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import time
 from typing import Dict, List, Mapping, MutableMapping, Optional, Sequence, Tuple
 
 SEND_TIMEOUT_S = 2.0
-"""Timeout in seconds of a message that must arrive. The queue of a service manager is short."""
+"""Seconds to wait until the service manager accepts a message that must not be lost, because its queue may be full."""
 
 CLIENTS = "clients"
-"""Name of the descriptors on which clients connect."""
+"""Name under which `ServiceManager.inherited` lists the sockets on which clients connect."""
 
-# The first passed descriptor, see sd_listen_fds(3).
+# Number of the first descriptor that a service manager passes, see sd_listen_fds(3).
 _FIRST_DESCRIPTOR = 3
 
 _LISTEN_VARIABLES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
@@ -30,17 +30,19 @@ _log = logging.getLogger("weightd")
 
 
 class ServiceManager:
-    """The service manager of this process. Without one, all methods do nothing.
+    """The service manager that has started this process. Without a service manager, all methods do nothing.
 
     Args:
-        environment: the environment of the process. Variables that concern only this process are removed, so that
-            children do not inherit them.
-        stored: names of the descriptors that this program stores in the manager for its next process.
-        notify_timeout_s: seconds to wait for a busy manager.
+        environment: the environment of the process. The service manager's variables for this process are removed from
+            it, so that child processes do not inherit them.
+        stored: the names under which this program stores descriptors in the manager for the next process of the
+            service.
+        notify_timeout_s: seconds for which `notify` waits if the manager is busy.
 
     Attributes:
-        inherited: the passed descriptors: stored ones by their names, listening sockets and unknown ones as `CLIENTS`.
-        watchdog_s: seconds within which the manager expects a keep-alive; None without a watchdog.
+        inherited: the descriptors that the manager has passed, by name. Descriptors stored by an earlier process have
+            the names in `stored`. Listening sockets and all other descriptors have the name `CLIENTS`.
+        watchdog_s: seconds within which the manager expects a keep-alive message; None without a watchdog.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class ServiceManager:
         self._notify_timeout_s = notify_timeout_s
         self.watchdog_s = _parse_watchdog(environment)
         self.inherited = _group_by_name(_take_listen_fds(environment), stored)
-        # Assignments that could not be sent yet.
+        # Values by key of assignments such as "READY=1" that could not be sent yet, because the manager was busy.
         self._unsent: Dict[str, str] = {}
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
@@ -63,8 +65,8 @@ class ServiceManager:
     def notify(self, *assignments: str) -> None:
         """Send assignments such as "READY=1" to the manager.
 
-        If the manager is busy, the assignments are sent with the next notification. If it does not listen, they are
-        dropped. With the default timeout the method never waits.
+        If the manager is busy, the assignments are sent with the next notification. If the manager has closed its
+        socket, they are dropped. With the default timeout of 0 the method never waits.
         """
         for each in assignments:
             key, _, value = each.partition("=")
@@ -77,13 +79,14 @@ class ServiceManager:
 
     def notify_reloading(self) -> None:
         """Announce a reload, which ends with the next READY=1."""
-        # By this time, Type=notify-reload of systemd 253 finds the READY=1 that belongs to the reload.
+        # For units of Type=notify-reload, systemd compares this time with the time of its reload request, to recognize
+        # the answer to the request.
         self.notify("RELOADING=1", f"MONOTONIC_USEC={int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)}")
 
     def store_descriptor(self, name: str, descriptor: int) -> None:
         """Store a duplicate of a descriptor in the manager for the next process of this service.
 
-        It replaces the descriptors stored under this name.
+        The descriptor replaces all descriptors that are already stored under this name.
         """
         self.remove_descriptor(name)
         with contextlib.suppress(BlockingIOError):
@@ -97,10 +100,10 @@ class ServiceManager:
             self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], SEND_TIMEOUT_S)
 
     def _send(self, message: str, descriptors: Sequence[int], timeout_s: float) -> None:
-        """Send a message.
+        """Send a message to the manager. Errors other than a full queue are only logged.
 
         Raises:
-            BlockingIOError: the manager's queue, which is short, was full for `timeout_s`.
+            BlockingIOError: the manager's queue was full for `timeout_s`.
         """
         if not self._address:
             return
@@ -116,8 +119,8 @@ def _send(address: str, message: str, descriptors: Sequence[int], timeout_s: flo
     """Send a message to a service manager.
 
     Args:
-        address: the value of NOTIFY_SOCKET.
-        message: assignments, one on each line.
+        address: the address of the manager's socket: the value of NOTIFY_SOCKET.
+        message: assignments such as "READY=1", one on each line.
         descriptors: descriptors of which the manager receives duplicates.
         timeout_s: seconds to wait if the manager's queue is full.
 
@@ -129,7 +132,8 @@ def _send(address: str, message: str, descriptors: Sequence[int], timeout_s: flo
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.settimeout(timeout_s)
-            # The address of an abstract socket begins with "@".
+            # In NOTIFY_SOCKET, a leading "@" stands for the NUL byte with which the address of an abstract socket
+            # begins.
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendmsg([message.encode()], rights)
     except (BlockingIOError, socket.timeout) as error:
@@ -144,7 +148,10 @@ def _parse_watchdog(environment: Mapping[str, str]) -> Optional[float]:
 
 
 def _take_listen_fds(environment: MutableMapping[str, str]) -> List[Tuple[int, str]]:
-    """Return the descriptors passed to this process with their names, and remove the variables from the environment."""
+    """Return the descriptors that the manager has passed to this process, with their names.
+
+    The variables that describe these descriptors are removed from the environment.
+    """
     found = [*_listen_fds(environment)]
     for name in _LISTEN_VARIABLES:
         environment.pop(name, None)
@@ -165,14 +172,19 @@ def _listen_fds(environment: Mapping[str, str]) -> Sequence[Tuple[int, str]]:
 def _group_by_name(descriptors: Sequence[Tuple[int, str]], stored: Sequence[str]) -> Mapping[str, List[int]]:
     inherited: Dict[str, List[int]] = {}
     for descriptor, name in descriptors:
-        # systemd names sockets without a name after their unit, and "unknown" in old versions.
+        # Only stored descriptors have known names. If a socket unit sets no name for its sockets, systemd names them
+        # after the unit, or "unknown" in old versions.
         is_own = name in stored and not _is_listening(descriptor)
         inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Return whether the descriptor is a listening socket. A daemon never stores one, whatever a unit names it."""
+    """Return whether the descriptor is a listening socket.
+
+    The daemon never stores a listening socket, so such a socket is from a socket unit, even if the unit has given it
+    the name of a stored descriptor.
+    """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as duplicate:

@@ -13,41 +13,45 @@ from typing import Any, Deque, List, Optional, Sequence, Tuple
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import LARGE_BYTES, PREFIX_PACKERS, FrameReader, FrameWriter, Message, message_prefix
 
-# Size of a read, unless a large frame is in progress.
+# Maximum number of bytes in one read, except for a large frame, which is read directly into its buffer.
 _CHUNK_BYTES = 64 * 1024
 
-# Requested size of the send buffer. The kernel doubles it for its own overhead.
+# Size in bytes that is requested for the kernel's send buffer. The kernel doubles the number for its own overhead.
 _SEND_BUFFER_BYTES = 256 * 1024
 
-# Copying a smaller message into one piece is cheaper than having the kernel gather its frames.
+# Maximum size in bytes of a message whose frames are copied into one buffer before sending. For larger messages, it is
+# faster to let the kernel gather the frames.
 _MAX_JOINED_BYTES = 16 * 1024
 
-# Received descriptors that were not taken yet. A message may carry one.
+# Maximum number of received descriptors that the owner of a Stream has not taken yet. A message may carry one
+# descriptor.
 _MAX_DESCRIPTORS = 4
 
-# Room for as many descriptors as the kernel passes at once (SCM_MAX_FD). The kernel would close further ones before the
-# read returns, and a close may block as long as the peer likes.
+# Size of the buffer for received descriptors: enough for the 253 descriptors (SCM_MAX_FD) that the kernel passes at
+# most with one read. If the buffer were smaller, the kernel would close the other descriptors during the read, and
+# closing a descriptor of a peer's file system can block.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 def enlarge_send_buffer(connection: socket.socket) -> None:
-    """Enlarge the kernel's send buffer, so that messages sent together also arrive together.
+    """Enlarge the kernel's send buffer of a connection, so that messages sent together also arrive together.
 
-    The buffer is charged to the sender, so do not use it for untrusted peers.
+    The kernel charges the buffered messages to this process, so do not enlarge it for a peer that is not trusted.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
 
 class Stream:
-    """One end of a connection.
+    """One end of a connected unix stream socket, over which both ends exchange messages.
 
     Args:
-        connection: a connected socket, which this object owns.
-        frame_reader: parses the received messages.
-        accepts_descriptors: whether the peer may send descriptors. Otherwise the kernel closes them.
+        connection: the connected socket, which this object owns and closes.
+        frame_reader: parses the received messages; None for a reader with the default limits.
+        accepts_descriptors: whether the peer may send file descriptors. If not, the kernel closes the peer's
+            descriptors.
 
     Attributes:
-        descriptors: received descriptors that were not taken yet, in order. Code that takes one must close it.
+        descriptors: received file descriptors in the order of arrival. Code that removes one must close it.
         has_more: whether the last read filled its buffer, so that more data may be available.
     """
 
@@ -65,9 +69,9 @@ class Stream:
         self.has_more = False
         self._accepts_descriptors = accepts_descriptors
         self._frame_writer = FrameWriter()
-        # Small messages that are held back; None if not corked.
+        # Small messages that are held back between `cork` and `uncork`; None at other times.
         self._corked: Optional[List[bytes]] = None
-        # Bound once, because they are called for each message.
+        # The bound methods are stored, because looking them up for each message would take time.
         self._send, self._recv = connection.send, connection.recv
 
     def fileno(self) -> int:
@@ -76,14 +80,14 @@ class Stream:
 
     @property
     def unsent(self) -> int:
-        """Number of bytes that were not sent yet. Call `flush` when the socket is writable."""
+        """Number of bytes that were not sent yet. `flush` sends them when the socket is writable."""
         return self._frame_writer.nbytes
 
     def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send as much of a message as possible now. Return whether nothing is unsent.
+        """Send as much of a message as the socket accepts now. Return whether everything is sent.
 
-        `flush` sends the rest when the socket is writable. Frames are not copied and must not be modified before they
-        are sent. The descriptors remain the caller's, and may be closed at once.
+        If the result is False, call `flush` when the socket is writable. Frames are not copied, so the caller must not
+        modify them before they are sent. The descriptors are duplicated, so the caller may close them at once.
 
         Raises:
             ConnectionError: the peer has disconnected, or the kernel is out of memory, in which case the connection is
@@ -118,20 +122,20 @@ class Stream:
             self._corked = []
 
     def uncork(self) -> bool:
-        """Send as much of the held-back messages as possible now. Return whether nothing is unsent.
+        """Send as many of the held-back messages as the socket accepts now. Return whether everything is sent.
 
         Raises:
             ConnectionError: as `send`.
         """
         corked, self._corked = self._corked, None
         if not corked:
-            # Data may still be unsent from before, which the caller sends by `flush`.
+            # No message was held back, but data from before may be unsent, which the caller sends by `flush`.
             return not self._frame_writer.nbytes
         self._frame_writer.put(corked)
         return self.flush()
 
     def _send_chunks(self, chunks: List[Any], descriptors: Sequence[int]) -> bool:
-        """Send data that is too large to be joined, or has descriptors, or must wait for earlier data."""
+        """Send a message without joining its frames: it is too large, or has descriptors, or earlier data is unsent."""
         if not self._frame_writer.nbytes:
             try:
                 sent = self.connection.sendmsg(chunks, _rights(descriptors))
@@ -147,15 +151,15 @@ class Stream:
         return False
 
     def queue(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
-        """Queue a message for `flush`. Like `send`, this neither copies the frames nor takes the descriptors.
+        """Queue a message without sending it; `flush` sends it later. Frames and descriptors are treated as in `send`.
 
         Raises:
-            OSError: no file descriptor is left for a duplicate; the message is not queued.
+            OSError: a descriptor cannot be duplicated, because this process has too many. The message is not queued.
         """
         self._frame_writer.put([message_prefix(frames), *frames], [os.dup(each) for each in descriptors])
 
     def flush(self) -> bool:
-        """Send as much unsent data as possible now. Return whether nothing is unsent.
+        """Send as much of the unsent data as the socket accepts now. Return whether everything is sent.
 
         Raises:
             ConnectionError: as `send`.
@@ -174,7 +178,11 @@ class Stream:
         return True
 
     def _connection_error(self, error: OSError) -> OSError:
-        """Return the error to raise for a kernel error. Shut the stream down if it may be cut for lack of memory."""
+        """Return the error to raise for an error of a send call.
+
+        If the kernel is out of memory, it may have sent a part of a message. The peer could not parse the next message
+        then, so shut down the connection.
+        """
         if error.errno not in (errno.ENOMEM, errno.ENOBUFS):
             return error
         with contextlib.suppress(OSError):
@@ -182,7 +190,7 @@ class Stream:
         return ConnectionAbortedError(error.errno, error.strerror)
 
     def receive(self) -> List[Message]:
-        """Read once and return the completed messages, an empty list if no data is available.
+        """Read once from the socket and return the messages that are now complete, or [] if no data is available.
 
         Raises:
             ConnectionError: the peer has disconnected.
@@ -207,7 +215,7 @@ class Stream:
         return incoming.receive(data)
 
     def _receive_into_buffer(self, incoming: FrameReader) -> List[Message]:
-        """Read a part of a large frame directly into its buffer."""
+        """Read the next part of a large frame directly into the frame's buffer."""
         if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(
                 [incoming.read_buffer()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -230,7 +238,7 @@ class Stream:
             raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} unconsumed descriptors")
 
     def close(self) -> None:
-        """Close the connection, and all descriptors that were not taken or not sent."""
+        """Close the connection, and all received or unsent descriptors that this object still holds."""
         self.connection.close()
         for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)

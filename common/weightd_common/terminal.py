@@ -1,9 +1,10 @@
 """The controlling terminal of a program, and the handling of its signals SIGHUP and SIGINT.
 
-The kernel and the shell send SIGHUP when a terminal closes, and a foreground program then exits. A server with a
-configuration file reads the file again on SIGHUP, so it must distinguish the two cases.
+SIGHUP has two meanings. The kernel and the shell send it when a terminal closes, and a foreground program should then
+exit. An operator sends it to let a server read its configuration file again. This module distinguishes the two cases.
 
-Ctrl-C sends SIGINT. A library may swallow the resulting KeyboardInterrupt, so this module delivers it again.
+Ctrl-C sends SIGINT, for which Python raises KeyboardInterrupt. A library may swallow this exception, so this module
+sends SIGINT again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Generator, List
 
 _STAT = Path("/proc/self/stat")
 
-# Indexes of fields after the process name, see proc_pid_stat(5).
+# Indexes of the fields of /proc/PID/stat that follow the process name, see proc_pid_stat(5).
 _GROUP, _TERMINAL, _FOREGROUND_GROUP = 2, 4, 5
 
 _REDELIVERY_DELAY_S = 0.01
@@ -26,9 +27,9 @@ _REDELIVERY_INTERVAL_S = 1.0
 
 
 def ends_on_hangup() -> bool:
-    """Return whether SIGHUP should end this process. It should not if SIGHUP is ignored, as under `nohup`.
+    """Return whether SIGHUP should end this process: unless the parent ignores SIGHUP, as `nohup` does.
 
-    Call it before the process installs a handler.
+    Call this function before the process installs its own handler for SIGHUP.
     """
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
@@ -36,11 +37,12 @@ def ends_on_hangup() -> bool:
 class Terminal:
     """The controlling terminal that this process had when this object was created.
 
-    A background process of a shell may outlive the terminal and receive reload requests later. So only a process that
-    was started in the foreground, with SIGHUP not ignored, ends with its terminal.
+    Only a process that was started in the foreground, with SIGHUP not ignored, should end when its terminal closes. A
+    process in the background of a shell may outlive the terminal, and a SIGHUP that it receives later is a reload
+    request.
 
     Args:
-        stat: the status file of this process.
+        stat: the path of the status file of this process in /proc.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
@@ -62,10 +64,11 @@ def _fields(stat: Path) -> List[str]:
 
 @contextlib.contextmanager
 def redelivering_interrupts() -> Generator[None, None, None]:
-    """Deliver a swallowed KeyboardInterrupt again, until it ends the block.
+    """Send SIGINT again if a library has swallowed the KeyboardInterrupt, until the exception ends the block.
 
-    pyzmq checks for signals in places where it cannot raise: Python then prints the exception, and the program
-    continues. Python 3.7 does not report that, so there the signal is repeated every second until the block has ended.
+    pyzmq handles signals in places from which it cannot raise an exception: Python then prints the KeyboardInterrupt
+    there, and the program continues. Python 3.8 and later report this to `sys.unraisablehook`. Python 3.7 does not, so
+    after a SIGINT this function sends another signal every second until the block has ended.
     """
     with _redelivering_by_hook() if sys.version_info >= (3, 8) else _redelivering_by_timer():
         yield
@@ -77,7 +80,7 @@ def _redelivering_by_hook() -> Generator[None, None, None]:
 
     def on_unraisable(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            # Not from here, where the exception would be swallowed as well.
+            # An exception raised in this hook would be swallowed as well, so a timer sends SIGINT after the hook.
             again = threading.Timer(_REDELIVERY_DELAY_S, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()

@@ -1,4 +1,4 @@
-"""Conversion of TOML tables to frozen dataclasses. It reports all errors of a file at once."""
+"""Converts TOML tables to frozen dataclasses, and collects all errors of a file to report them at once."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ T = TypeVar("T")
 
 _FIRST_STEP = re.compile(r"\.([^.\[]*)")
 
-# Limit for all durations: a year is longer than any useful wait, and its microseconds fit into every field.
+# Maximum of all configured durations, in seconds: one year. It is longer than any useful duration, and its number of
+# microseconds fits into every field of weightd's protocol.
 MAX_SECONDS = 365 * 86_400.0
 
-# Length limit for comparisons with foreign names. All known keys are shorter.
+# Maximum number of characters of an unknown name that are compared with the known keys. All known keys are shorter.
 _MAX_COMPARED_CHARACTERS = 64
 
 
 class ErrorCollector:
-    """Collects errors in the order in which they are found.
+    """Collects the errors of a configuration file in the order in which they are found.
 
     Attributes:
-        errors: the errors, each with the path of its key.
+        errors: the errors, each with the path of the invalid key.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,11 @@ class ErrorCollector:
 
     @contextlib.contextmanager
     def at(self, step: str) -> Generator[None, None, None]:
-        """Prepend `step` to the paths of errors found in the block, and collect a FieldError raised in it."""
+        """Collect a FieldError that the block raises, and prepend `step` to the key paths of all errors of the block.
+
+        Args:
+            step: the key of the table that the block reads, such as ".models".
+        """
         outer, self._block_start = self._block_start, len(self.errors)
         try:
             yield
@@ -48,23 +53,30 @@ class ErrorCollector:
             self._block_start = outer
 
     def add(self, errors: Iterable[FieldError], *required_keys: str) -> None:
-        """Add errors, unless one of the required keys is invalid: the errors would result from its default."""
+        """Add errors, unless one of the required keys has an error already.
+
+        An invalid key has its default value, so that the additional errors might only result from this default.
+        """
         if not required_keys or self.wrong_keys().isdisjoint(required_keys):
             self.errors += errors
 
     def wrong_keys(self) -> set[str]:
-        """Return the keys with errors in the current block."""
+        """Return the keys of the current block (see `at`) that have errors."""
         matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._block_start :])
         return {match.group(1) for match in matches if match}
 
 
 def derived(metadata: Metadata) -> Mapping[str, Any]:
-    """Return the metadata of a field that is not a key of the file, but is computed from other tables."""
+    """Return the metadata of a dataclass field that is no key of the file, because it is computed from other tables."""
     return {**metadata, "derived": True}
 
 
 def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
-    """Return the type of a path of at most `max_bytes` bytes. A ~ is invalid: a service has another home."""
+    """Return the metadata of a field with a path of at most `max_bytes` bytes.
+
+    A path that begins with ~ is invalid. It is not expanded, because a service's home directory is not the home
+    directory of the user who writes the file.
+    """
     kind = text(max_bytes, empty=empty)["field_type"]
 
     def check(value: Any) -> str:
@@ -79,21 +91,22 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
 
 
 def table_keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a table class that are keys of the file."""
+    """Return the fields of a table's dataclass that are keys of the file."""
     return [field for field in dataclasses.fields(cls) if not field.metadata.get("derived")]
 
 
 def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section: str = "") -> T:
-    """Return the table as a `cls`. Invalid keys have their default values.
+    """Convert a TOML table to a `cls` object. Invalid keys have their default values.
 
     Args:
-        cls: a dataclass with metadata of `weightd_protocol.schema`.
+        cls: a dataclass whose fields have metadata of `weightd_protocol.schema`.
         table: the table as parsed from TOML.
-        problems: receives the errors. A missing required key is an error as well, and its value is None.
-        section: the full name of the table, such as "models.resnet", if its last part is chosen by the user.
+        problems: collects the errors. A missing required key is an error as well, and its field is None.
+        section: the full name of the table, such as "models.resnet", if the user has chosen the last part of the name.
 
     Raises:
-        FieldError: `table` is not a table, or is only a part of another table's name with an unquoted dot.
+        FieldError: `table` is not a table, or it contains only the rest of a table name with an unquoted dot, such as
+            [models.resnet.v1].
     """
     kinds: dict[str, FieldType] = {field.name: field.metadata["field_type"] for field in table_keys(cls)}
     if type(table) is not dict:
@@ -109,7 +122,7 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
         with problems.at(f".{label(key)}"):
             kind = kinds.get(key)
             if kind is None:
-                # A YAML file may have keys that are not text.
+                # In TOML all keys are text, but a YAML file may have other keys.
                 raise FieldError(quoted[key] or unknown_name_text("key", str(key), kinds))
             values[key] = read_table(kind.record, value, problems) if kind.record else kind.check(value)
     for field in table_keys(cls):
@@ -121,7 +134,7 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
 
 
 def unknown_name_text(what: str, name: str, known: Iterable[str]) -> str:
-    """Return the error text for an unknown key or table, with the closest match or all known names."""
+    """Return the error text for an unknown key or table. It suggests the closest known name, or lists all of them."""
     suggestion = _closest_name(name, known)
     return f"unknown {what}; " + (
         f"did you mean {suggestion}?" if suggestion else f"expected one of {', '.join(known)}"
@@ -133,7 +146,10 @@ def _closest_name(name: str, known: Iterable[str]) -> str:
 
 
 def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, FieldType]) -> str:
-    """Return a hint if TOML has split an unquoted name with dots, such as [models.resnet.v1], otherwise ""."""
+    """Return an error text that says to quote a name with dots, or "" if the key has not been split from such a name.
+
+    For example, TOML parses [models.resnet.v1] as a table `v1` in the table `resnet`.
+    """
     if (
         not section
         or type(value) is not dict
@@ -147,7 +163,7 @@ def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, Fie
         name += f".{step}"
     head, _, first = section.partition(".")
     if not (first + name).isprintable():
-        return ""  # the quoted name would be invalid as well
+        return ""  # quoting would not help, because the name has invalid characters
     return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
 
 
@@ -155,7 +171,7 @@ _NAME_PATTERN = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NA
 
 
 def check_name(kind: str, name: str) -> Iterator[FieldError]:
-    """Yield an error if `name` is not a valid name for a `kind`."""
+    """Yield an error if the user has chosen an invalid name. `kind` is what has the name, such as "model"."""
     if not _NAME_PATTERN.fullmatch(name):
         yield FieldError(
             f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "

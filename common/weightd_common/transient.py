@@ -1,9 +1,9 @@
-"""Classification of failures: transient ones may disappear by themselves, permanent ones need an operator.
+"""Classifies failures: transient failures may disappear by themselves, permanent failures require an operator.
 
-All code that loads a model uses this module, so that a kind of failure is treated alike everywhere. Transient are a
-missing file (a file system may be mounted late), a full disk, exhausted descriptors, processes or memory, and a file
-that changes while it is read. All other failures are permanent: an invalid model, a wrong configuration, missing
-permissions.
+All code that loads models uses this module, so that each kind of failure is treated in the same way everywhere.
+Transient failures are: a missing file, because its file system may be mounted later; a full disk; a lack of
+descriptors, processes or memory; and a file that changes while it is read. All other failures are permanent, such as an
+invalid model, a wrong configuration or missing permissions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ TRANSIENT_ERRNOS = frozenset(
     }
 )
 
-# Texts of Python and C++ for errors without an errno.
+# Texts in a process's log that show a transient failure: the messages of errno values, and the texts of Python and C++
+# for lack of threads or memory.
 _TRANSIENT_TEXTS = (
     *(os.strerror(each) for each in sorted(TRANSIENT_ERRNOS)),
     "can't start new thread",
@@ -41,9 +42,10 @@ _TRANSIENT_TEXTS = (
 
 
 def is_transient(error: Optional[BaseException]) -> bool:
-    """Return whether the cause of an exception may disappear by itself.
+    """Return whether an exception describes a transient failure.
 
-    An exception can declare it with an attribute `transient`. Otherwise its causes and contexts are considered, too.
+    An exception is transient if its attribute `transient` is true, if it is an OSError with a transient errno or a
+    MemoryError, or if the exception that has caused it is transient.
     """
     while error is not None:
         if getattr(error, "transient", False) or isinstance(error, MemoryError):
@@ -55,5 +57,5 @@ def is_transient(error: Optional[BaseException]) -> bool:
 
 
 def mentions_transient(log_text: str) -> bool:
-    """Return whether the last part of a process's log names a cause that may disappear by itself."""
+    """Return whether `log_text`, the last part of a process's log, mentions a transient failure."""
     return any(each in log_text for each in _TRANSIENT_TEXTS)

@@ -1,8 +1,9 @@
-"""Multipart ZeroMQ messages, sent and received frame by frame, and the events of a socket monitor.
+"""Sends and receives multipart ZeroMQ messages frame by frame, and parses the events of a socket monitor.
 
-pyzmq's `send_multipart` inspects each frame twice, and `recv_multipart` asks the socket after each frame whether there
-is another, although a received frame knows that. For small messages both take about twice as long as these functions.
-`zmq.utils.monitor` imports asyncio, which costs memory in each worker and time at each start.
+For small messages, pyzmq's `send_multipart` and `recv_multipart` take about twice as long as the functions of this
+module: `send_multipart` inspects each frame twice, and `recv_multipart` asks the socket after each frame whether there
+is another one, although the frame's attribute `more` says so. pyzmq's `zmq.utils.monitor` imports asyncio, which costs
+memory in each worker and time at each start.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from weightd_protocol import limits
 if TYPE_CHECKING:
     Socket = zmq.Socket[bytes]
 
-# Below this, copying a frame costs less than tracking it.
+# Minimum size in bytes of a frame that is sent or received without copying it. For smaller frames, a copy costs less
+# than keeping track of the memory.
 ZERO_COPY_BYTES = 64 * 1024
 
-# The id of a peer, the header frames, the tensors, and one more to detect that there are too many.
+# Maximum number of frames that `receive_first_frames` reads: two header frames, the tensors, and one more frame, which
+# is either the peer's id or shows that the message has too many frames.
 _MAX_FRAMES = limits.MAX_TENSORS + 3
 
-# Plain integers, because `|` on pyzmq's flags takes a microsecond.
+# Plain integers instead of pyzmq's flag objects, because combining these with `|` takes a microsecond.
 NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
 
-# The first of the two frames of a monitor event; the second is the address. See zmq_socket_monitor(3).
+# Format of the first frame of a monitor event, see zmq_socket_monitor(3). The second frame is the peer's address.
 _EVENT = struct.Struct("=HI")
 
-# The function that a socket's `send` calls in the end, without two additional calls for each frame.
+# The function that a socket's method `send` calls internally. Calling it directly saves two calls for each frame.
 _send: Callable[..., object] = zmq.backend.Socket.send
 
 
 def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes: float = ZERO_COPY_BYTES) -> None:
     """Send a message. If `zmq.ZMQError` is raised, nothing was sent.
 
-    Frames of at least `copy_below_bytes` bytes are not copied: they are kept alive until they are written, and must not
-    be modified before. Received frames are never copied.
+    Frames of at least `copy_below_bytes` bytes are not copied: pyzmq keeps them alive until libzmq has written them,
+    and the caller must not modify them before. Frames that were received by `receive` are never copied.
     """
     more = flags | _SNDMORE
     for frame in frames[:-1]:
@@ -48,7 +51,7 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes
 
 
 def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
-    """Return the frames of the next message. If there are too many, the last ones are dropped.
+    """Return the frames of the next message. If a message has too many frames, the last frames are dropped.
 
     Raises:
         zmq.ZMQError: no message is available.
@@ -60,9 +63,10 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 
 
 def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
-    """Return the first frames of the next message, at most one more than is allowed, so that the caller can reject it.
+    """Return the first frames of the next message: at most one more than allowed, so that the caller can reject it.
 
-    If the last frame has its `more` flag set, call `skip_frames` before reading anything else.
+    If the attribute `more` of the last frame is true, the message has further frames. Then call `skip_frames` until all
+    are dropped, before the next message is read.
 
     Raises:
         zmq.ZMQError: no message is available.
@@ -81,22 +85,27 @@ def skip_frames(socket: Socket, max_frames: int) -> bool:
 
 
 def frame_content(frame: zmq.Frame) -> Any:
-    """Return the content of `frame`: as bytes if it is small, which is cheapest, otherwise without a copy."""
+    """Return the content of `frame`: a small frame as bytes, which is fastest, a large frame itself, without a copy."""
     return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame
 
 
 class SocketEvent(NamedTuple):
-    """A socket monitor event: one of the zmq.EVENT_ numbers, and a file descriptor or an error number."""
+    """A socket monitor event, such as a new connection.
+
+    Attributes:
+        number: the kind of the event: one of the zmq.EVENT_ constants.
+        value: a file descriptor or an error number, depending on the kind.
+    """
 
     number: int
     value: int
 
 
 def receive_event(monitor: Socket, flags: int = 0) -> SocketEvent:
-    """Return the next event of a socket monitor: the start or end of a connection.
+    """Return the next event of a socket monitor, such as the start or the end of a connection.
 
     Raises:
-        zmq.Again: with zmq.NOBLOCK, no event is available.
+        zmq.Again: no event is available, and `flags` contains zmq.NOBLOCK.
     """
     event, _ = monitor.recv_multipart(flags)
     return SocketEvent(*_EVENT.unpack(event))

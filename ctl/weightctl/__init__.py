@@ -1,6 +1,6 @@
 """The command-line client `weightctl`.
 
-Each command is one module or package with its arguments, its requests and its output. Commands do not import each
-other. The package imports only `weightd`, `weightd_common` and `weightd_protocol`: weightctl is a client, and code of
-the daemon's package runs in a separate process if a command needs it.
+Each command is a module or package with the command's arguments, requests and output. Commands do not import each
+other. This package imports only `weightd`, `weightd_common` and `weightd_protocol`, because weightctl is a client of
+the daemon. A command that needs code of the daemon's package starts it in a separate process.
 """

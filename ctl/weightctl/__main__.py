@@ -1,4 +1,4 @@
-"""Entry point of the program `weightctl`: prepares the process, so that Ctrl-C never shows a traceback."""
+"""Entry point of the program `weightctl`. Prepares the process so that Ctrl-C never prints a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads arrays from .npy and .npz files, and formats outputs as text, as JSON and as such files."""
+"""Reads arrays from .npy and .npz files, and writes outputs as text, as JSON, or to .npy and .npz files."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from weightd_protocol.tensors import spec_of
 
 _MAGIC = b"\x93NUMPY"
 
-# The first bytes of files that numpy.savez writes: a zip archive, possibly without entries.
+# The first bytes of a file that `numpy.savez` has written: a zip archive, which may have no entries.
 NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
-# The formats that `load` and the other readers of inputs accept, as error messages name them.
+# The accepted input formats, as error messages list them.
 EXPECTED = "a .npy file of numpy.save, or an .npz, .json, .csv or image file"
 
 STDIN = "-"
 
-# Maximum size of an array with its header, and of all arrays of a file.
+# Maximum size in bytes of one array with its .npy header, and of all arrays of a file together.
 _MAX_BYTES = limits.MAX_FRAME_BYTES + 65536
 _MAX_TOTAL_BYTES = 8 * _MAX_BYTES
 
-# Longer arrays are shown by the values at their corners.
+# Maximum number of values of an array that are all shown. Of a larger array, only the first and last values of each
+# dimension are shown.
 _MAX_SHOWN_VALUES = 64
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open a file at its beginning; a source that cannot seek, such as stdin ("-") or a pipe, is copied into memory.
+    """Open a file for reading, and set its position to the beginning.
+
+    A source that cannot seek, such as a pipe or stdin ("-"), is read into memory.
 
     Raises:
         BadInput: the file cannot be read, or is too large.
     """
     try:
         if path == STDIN:
-            if not hasattr(sys.stdin, "buffer"):  # stdin is None if the parent process has closed it
+            if not hasattr(sys.stdin, "buffer"):  # sys.stdin is None if the parent process has closed it
                 raise BadInput("stdin: closed")
             return _read_all("stdin", sys.stdin.buffer)
         file = Path(path).open("rb")  # noqa: SIM115 - the caller closes the file
@@ -67,7 +70,7 @@ def _read_all(path: str, file: BinaryIO) -> BinaryIO:
 
 
 def load(path: str, file: BinaryIO) -> Any:
-    """Return the array of a .npy file that is open at its beginning; error messages name it `path`.
+    """Return the array in a .npy file, whose position must be at the beginning. Error messages name the file `path`.
 
     Raises:
         BadInput: the file is not a valid .npy file.
@@ -80,7 +83,7 @@ def load(path: str, file: BinaryIO) -> Any:
 
 
 def load_all(path: str, file: BinaryIO) -> Dict[str, Any]:
-    """Return the arrays of an .npz file by name.
+    """Return all arrays of an .npz file, by name.
 
     Raises:
         BadInput: the file is not a valid .npz file.
@@ -90,10 +93,10 @@ def load_all(path: str, file: BinaryIO) -> Dict[str, Any]:
 
 
 def load_one(path: str, file: BinaryIO, name: str) -> Any:
-    """Return the array `name` of an .npz file.
+    """Return the array with this name from an .npz file.
 
     Raises:
-        BadInput: the file is not a valid .npz file, or has no such array.
+        BadInput: the file is not a valid .npz file, or has no array with this name.
     """
     archive = _open_archive(path, file)
     if name not in archive.files:
@@ -108,7 +111,7 @@ def _open_archive(path: str, file: BinaryIO) -> Any:
     file.seek(0)
     archive = _parse(path, file)
     try:
-        # A few kilobytes may decompress to a terabyte.
+        # Check the size of the arrays before they are read: a file of some kilobytes may decompress to a terabyte.
         nbytes = sum(each.file_size for each in archive.zip.infolist())
     except AttributeError:
         raise BadInput(f"{path}: expected an .npz file of numpy.savez") from None
@@ -129,7 +132,7 @@ def _read_member(path: str, archive: Any, name: str) -> Any:
 
 def _parse(path: str, file: BinaryIO) -> Any:
     try:
-        # Pickles are never loaded, because loading one executes code.
+        # `allow_pickle` is False because loading a pickle can execute any code.
         return np.load(file, allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - numpy evaluates the header as Python and may raise anything
         if "allow_pickle" in str(error):
@@ -148,18 +151,18 @@ def _describe_content(start: bytes) -> str:
 
 
 def as_text(name: str, array: Any) -> str:
-    """Return an output as text: a heading, and its values or the values at its corners."""
+    """Return an output as text: a heading, followed by the values. Of a large output, only some values are shown."""
     values = np.array2string(array, threshold=_MAX_SHOWN_VALUES, max_line_width=WIDTH)
     return f"{heading(name, array)}\n{values}"
 
 
 def heading(name: str, array: Any) -> str:
-    """Return name, datatype and shape of an output."""
+    """Return the heading of an output: its name, datatype and shape."""
     return f"{clean(name)}: {spec_of(name, array).datatype} {list(array.shape)}"
 
 
 def as_json(name: str, array: Any) -> Dict[str, Any]:
-    """Return an output in the JSON form of the Open Inference Protocol: flat data in C order."""
+    """Return an output in the JSON form of the Open Inference Protocol. Its values are a flat list in C order."""
     data = array.reshape(-1).tolist()
     if array.dtype.kind == "f":
         data = [json_number(value) for value in data]
@@ -167,19 +170,21 @@ def as_json(name: str, array: Any) -> Dict[str, Any]:
 
 
 def describe(name: str, array: Any) -> Dict[str, Any]:
-    """Return name, datatype and shape of an output for JSON."""
+    """Return name, datatype and shape of an output, for JSON."""
     return {"name": name, "datatype": spec_of(name, array).datatype, "shape": list(array.shape)}
 
 
 def json_number(value: float) -> Any:
-    """Return a float for JSON. NaN and infinities, which JSON lacks, become text as in protobuf's JSON mapping."""
+    """Return a float for JSON. NaN and infinities, which JSON lacks, become texts as in protobuf's JSON mapping."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
-    """Write each output to NAME.npy in `directory`, which is created if missing; return the paths by output name.
+    """Write each output to the file NAME.npy in `directory`. Return the paths of the files by output name.
+
+    The directory is created if it is missing.
 
     Raises:
         BadOutput: a file cannot be written.
@@ -196,7 +201,7 @@ def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
-    """Write all outputs to one .npz file under their names; return its path by output name.
+    """Write all outputs to one .npz file, under their names. Return the path of this file for each output name.
 
     Raises:
         BadOutput: the file cannot be written.
@@ -204,7 +209,8 @@ def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
     try:
         with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
             for name, array in outputs.items():
-                # numpy.savez takes names as keywords, and would misinterpret an output named `file`.
+                # `numpy.savez` is not used: it takes names as keyword arguments, so it would misinterpret an output
+                # named `file`.
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -213,7 +219,10 @@ def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def _output_paths(directory: Path, names: List[str]) -> List[Tuple[str, Path]]:
-    """Return a file for each name. Names come from the model, so they must not be able to choose another directory."""
+    """Return a file path in `directory` for each output name.
+
+    The model determines the names, so a name must not be able to choose another directory.
+    """
     paths: Dict[str, Path] = {}
     for name in names:
         stem = "".join("_" if each == "/" or not each.isprintable() else each for each in name)

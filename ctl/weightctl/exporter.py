@@ -1,7 +1,7 @@
-"""HTTP server of `/metrics` for Prometheus, with bounded memory and one request per connection.
+"""HTTP server for Prometheus with the only path `/metrics`, bounded memory, and one request per connection.
 
-There is no authentication. The server reads only the head of a request, and sends the same text to all clients; the
-text is created at most once a second.
+The server has no authentication. It reads only the head of a request. All clients get the same text, which the server
+creates at most once a second.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from weightd_protocol.errors import WeightdError
 
 PATH = "/metrics"
 
-# Prometheus sends less than a kilobyte; a proxy in front of the exporter may add as much.
+# Maximum size of a request's head in bytes. Prometheus sends less than a kilobyte; a proxy in front of the exporter may
+# add as much.
 MAX_HEAD_BYTES = 8192
 
-# Prometheus gives up after ten seconds, so a connection that lasts longer is not a scrape.
+# Maximum duration of a connection in seconds. Prometheus gives up after ten seconds, so a connection that lasts longer
+# is not a scrape.
 TIMEOUT_S = 10.0
 
-# Concurrent connections: a monitoring system has about two, plus an occasional browser.
+# Maximum number of concurrent connections. A monitoring system opens about two, and sometimes there is a browser.
 MAX_CONNECTIONS = 32
 
-# Seconds for which the same text is returned again.
+# Number of seconds for which the server returns the same text again.
 MAX_AGE_S = 1.0
 
 _REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/1\.[0-9]")
@@ -48,14 +50,14 @@ _REASONS = {
 
 
 class Answer(NamedTuple):
-    """An HTTP response: status, body and additional header fields."""
+    """An HTTP response: status code, body and additional header fields."""
 
     status: int
     body: bytes
     fields: Sequence[str] = ()
 
     def encode(self) -> bytes:
-        """Return the bytes of the response; the connection is closed after it."""
+        """Return the bytes of the response. The response announces that the server then closes the connection."""
         lines = [
             f"HTTP/1.1 {self.status} {_REASONS[self.status]}",
             f"Content-Type: {CONTENT_TYPE if self.status == 200 else 'text/plain; charset=utf-8'}",
@@ -68,12 +70,13 @@ class Answer(NamedTuple):
 
 
 def rejection(head: bytes, *, is_loopback: bool) -> Optional[Answer]:
-    """Return the error response to an invalid request; None if the request is valid.
+    """Return an error response to an invalid request. Return None if the request is valid.
 
     Args:
-        head: the complete head of the request.
-        is_loopback: whether the exporter listens only on loopback. A web page could connect there by DNS rebinding,
-            with a name that resolves to this host. Therefore the Host header must be an address or localhost.
+        head: the complete head of the request: request line and header fields.
+        is_loopback: whether the exporter listens only on loopback. In this case the Host header must be an address or
+            localhost. Otherwise a web page could read the metrics by DNS rebinding: with a host name that resolves to
+            loopback.
     """
     line, *fields = head.split(b"\r\n")
     request = _REQUEST_LINE.fullmatch(line)
@@ -90,10 +93,10 @@ def rejection(head: bytes, *, is_loopback: bool) -> Optional[Answer]:
 
 
 class MetricsSource:
-    """Fetches metrics from the daemon. After a failure, `fetch` returns an error response and reconnects the next time.
+    """Fetches metrics from the daemon. After a failure, the next `fetch` connects to the daemon again.
 
     Args:
-        connect: connects to the daemon.
+        connect: a function that connects to the daemon.
     """
 
     def __init__(self, connect: Connect) -> None:
@@ -101,7 +104,7 @@ class MetricsSource:
         self._client: Optional[Client] = None
 
     def fetch(self) -> Answer:
-        """Return the metrics, or an error response."""
+        """Return a response with the metrics, or an error response if the daemon does not provide them."""
         try:
             if self._client is None:
                 self._client = self._connect()
@@ -121,8 +124,9 @@ class Exporter:
     """Serves the connections of the HTTP server.
 
     Args:
-        fetch: returns the metrics; it may block, and runs in a thread, never twice at a time.
-        is_loopback: see `rejection`.
+        fetch: a function that returns the metrics. It may block, so it is called in a thread, but never twice at the
+            same time.
+        is_loopback: whether the exporter listens only on loopback, see `rejection`.
     """
 
     def __init__(self, fetch: Callable[[], Answer], *, is_loopback: bool = True) -> None:
@@ -130,15 +134,16 @@ class Exporter:
         self._is_loopback = is_loopback
         self._answer: Optional[asyncio.Future[Answer]] = None
         self._expires_at = 0.0
-        # Connections whose request is incomplete, in the order of their arrival, and all other connections.
+        # Open connections, oldest first: those whose request is incomplete, and all others.
         self._silent: Dict[asyncio.StreamWriter, None] = {}
         self._answered: Dict[asyncio.StreamWriter, None] = {}
 
     async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection until it ends."""
+        """Serve one connection until it is closed. If there are too many connections, close one."""
         self._silent[writer] = None
         if len(self._silent) + len(self._answered) > MAX_CONNECTIONS:
-            # Close the oldest connection without a complete request; otherwise the one that has been reading longest.
+            # Close the oldest connection whose request is incomplete. If there is no other, close the oldest connection
+            # to which a response is being sent.
             next(iter(self._silent if len(self._silent) > 1 else self._answered)).transport.abort()
         try:
             await asyncio.wait_for(self._serve(reader, writer), TIMEOUT_S)
@@ -155,33 +160,33 @@ class Exporter:
         except asyncio.LimitOverrunError:
             head = None
         self._answered[writer] = self._silent.pop(writer)
-        # Only the first request of a connection is read.
+        # Stop reading: the server answers only the first request of a connection.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         if head is None:
             answer = Answer(431, f"expected request headers of at most {MAX_HEAD_BYTES} bytes\n".encode())
         else:
             answer = rejection(head, is_loopback=self._is_loopback) or await self._metrics()
-        # Without a user-space buffer, `drain` waits until the kernel has accepted all bytes.
+        # Make `drain` wait until the kernel has accepted all bytes, instead of leaving some in asyncio's buffer.
         writer.transport.set_write_buffer_limits(0)
         writer.write(answer.encode())
         await writer.drain()
 
     async def _metrics(self) -> Answer:
-        """Return metrics that are at most a second old; concurrent requests share one fetch."""
+        """Return metrics that were fetched within the last second. Concurrent requests share one fetch."""
         loop = asyncio.get_event_loop()
         if self._answer is None or (self._answer.done() and loop.time() >= self._expires_at):
             self._answer = loop.run_in_executor(None, self._fetch)
             self._expires_at = loop.time() + MAX_AGE_S
-        # A client that disconnects must not cancel the fetch that other clients wait for.
+        # Shield the fetch: a client that disconnects must not cancel it, because other clients may be waiting for it.
         return await asyncio.shield(self._answer)
 
 
 async def serve(host: str, port: int, connect: Connect) -> None:
-    """Serve metrics at the address until SIGTERM.
+    """Serve metrics at `host` and `port` until SIGTERM.
 
     Raises:
-        BadOutput: the address cannot be bound.
+        BadOutput: the server cannot listen at this address.
     """
     source = MetricsSource(connect)
     is_loopback = _is_loopback(host)
@@ -203,7 +208,7 @@ async def serve(host: str, port: int, connect: Connect) -> None:
 
 
 def _host_of(fields: Iterable[bytes]) -> str:
-    """Return the value of the Host header; "" without one."""
+    """Return the value of the Host header, or "" if there is no Host header."""
     named: List[bytes] = [each.partition(b":")[2] for each in fields if each.lower().startswith(b"host:")]
     return named[0].strip().decode("latin-1") if named else ""
 

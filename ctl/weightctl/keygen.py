@@ -1,4 +1,4 @@
-"""`weightctl keygen`: creates CURVE key pairs for listeners and clients."""
+"""The command `weightctl keygen`: creates CURVE key pairs for listeners and clients."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _DEFAULT = "weightd"
 
 
 class _NoCurve(CommandError):
-    """This build of ZeroMQ does not support CURVE."""
+    """The installed libzmq was built without CURVE."""
 
     status = exit_codes.UNAVAILABLE
     code = Unavailable.code
@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
 
 
 def _write_key_pair(name: str) -> Dict[str, str]:
-    """Write both key files, or neither."""
+    """Write the files of the secret and the public key. If one fails, leave neither behind."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
     secret_text = format_key_file(SECRET, secret, "The secret key: only its owner may read it.")
@@ -84,7 +84,7 @@ def _write_key_pair(name: str) -> Dict[str, str]:
 
 @contextlib.contextmanager
 def _new_file(path: str, mode: int, text: str) -> Generator[None, None, None]:
-    """Create a file; delete it again if the block fails."""
+    """Context manager that creates a file with this text. If the block raises an error, the file is deleted."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except (OSError, ValueError) as error:

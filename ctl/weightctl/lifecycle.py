@@ -1,4 +1,4 @@
-"""`weightctl load`, `unload`, `retry` and `restart`: load and unload models."""
+"""The commands `weightctl load`, `unload`, `retry` and `restart`, which load and unload models."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def _command(help_text: str, description: str, command: str) -> Command:
 
 
 def _run(client: Client, options: argparse.Namespace, command: str) -> int:
-    """Execute a command for each model, and continue after an error; the error of a single model is raised."""
+    """Execute a command for each of the models. After an error, continue with the next model.
+
+    If there is only one model, its error is raised.
+    """
     statuses = {exit_codes.OK}
     results = {}
     for model in options.models:

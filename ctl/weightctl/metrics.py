@@ -1,4 +1,4 @@
-"""`weightctl metrics`: prints the daemon's metrics in the Prometheus text format, or serves them over HTTP."""
+"""The command `weightctl metrics`: prints metrics in the text format of Prometheus, or serves them over HTTP."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parse_address(argument: str) -> Tuple[str, int]:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.listen is not None:
-        # Imported here so that other commands do not wait for the import of asyncio.
+        # Imported here, because importing asyncio would slow down all other commands.
         import asyncio  # noqa: PLC0415
 
         from weightctl import exporter  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`weightctl models`, `metadata` and `health`: the models, their signatures with example requests, their readiness."""
+"""The commands `weightctl models`, `metadata` and `health`: models, signatures with example requests, readiness."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LIST_HEADING = ("MODEL", "STATE", "ENGINE", "INPUTS")
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: the command has none."""
+    """Declare no arguments: the command takes none."""
 
 
 def _list_models(options: argparse.Namespace, connect: Connect) -> int:
@@ -55,13 +55,13 @@ def _list_models(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:
-    """Return the signature of a model; None if it does not serve, because the daemon would wait until it does."""
+    """Return the signature of a model, or None if it does not serve: the daemon would reply only once it does."""
     if model.state != "serving":
         return None
     try:
         return client.metadata(model.name)
     except RequestError:
-        return None  # the model was unloaded in the meantime
+        return None  # The model was unloaded after the status was read
 
 
 def _model_row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
@@ -120,7 +120,7 @@ def _metadata_lines(metadata: ModelMetadataResponse, options: argparse.Namespace
 
 
 def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
-    """Return inputs that the model should accept; an input of any rank gets one dimension."""
+    """Return example inputs that the model should accept. An input of any rank gets one dimension."""
     known_shapes = make_example(metadata)
     default_shapes = [
         (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
@@ -129,7 +129,7 @@ def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
 
 
 def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
-    """Return a `weightctl predict` command for the model that works in any shell, with the options of this daemon."""
+    """Return a `weightctl predict` command for the model that works in any shell and connects to the same daemon."""
     words = ["weightctl", *_connection_options(options), "predict", metadata.name, "--random"]
     for each, signature in zip(specs, metadata.inputs):
         if signature.shape is None and not metadata.example:
@@ -138,7 +138,7 @@ def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], 
 
 
 def _quote(text: str) -> str:
-    """Quote a word for a shell; unprintable characters are escaped in the $'...' form of bash and zsh."""
+    """Quote a word for a shell. If it has unprintable characters, use the form $'...' of bash and zsh."""
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
 
 
@@ -149,19 +149,22 @@ def _escape(character: str) -> str:
 
 
 def _connection_options(options: argparse.Namespace) -> List[str]:
-    """Return the options that select this daemon and tenant."""
+    """Return the command-line options that select the daemon and the tenant of `options`."""
     values = {"--socket": _daemon_address(options), "--key": options.key, "--server-key": options.server_key}
     values["--tenant"] = options.tenant
     return [word for option, value in values.items() if value for word in (option, value)]
 
 
 def _daemon_address(options: argparse.Namespace) -> str:
-    """Return the daemon's address; "" for the default. The variable is read, as it may not be set in other shells."""
+    """Return the daemon's address; "" if it is the default.
+
+    $WEIGHTD_SOCKET counts as an address, because it may not be set in the shell where the user runs the example.
+    """
     return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
 
 
 def python_program(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of a Python program that sends the same request."""
+    """Yield the lines of a Python program that sends the example request."""
     arguments = [repr(_daemon_address(options))] if _daemon_address(options) else []
     named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
     arguments += [f"{name}={value!r}" for name, value in named if value]

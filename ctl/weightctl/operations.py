@@ -1,4 +1,4 @@
-"""`weightctl update`, `update-weights` and `reload`: replace a model, its weights or the configuration."""
+"""The commands `weightctl update`, `update-weights` and `reload`: replace a model, its weights or the configuration."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ below one of the tenant's model_dirs.
 Exit status: 0 the new weights serve, 1 failed and the old weights serve, 75 still loading."""
 
 
-# The part of a model's note that tells that a reload could not replace it.
+# Part of a model's note which says that a reload could not replace the model.
 _NOT_IN_FORCE = "the changed configuration is not in force"
 
 _POLL_INTERVAL_S = 0.1
@@ -110,9 +110,9 @@ def _check_npz(path: str) -> None:
 
 
 def _absolute_path(path: str) -> str:
-    """Make a path absolute for the daemon, which has another working directory, and check that the file exists."""
+    """Make a path absolute, because the daemon has another working directory. Check that the file exists."""
     absolute = Path(path).absolute()
-    # For a path with {rank}, only the file of the first rank is checked.
+    # If the path contains {rank}, check only the file of rank 0.
     first = Path(str(absolute).replace("{rank}", "0"))
     if not first.is_file():
         raise BadInput(f"{first if first != absolute else path}: no such file")
@@ -176,7 +176,7 @@ def _reload(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _wait_for_models(client: Client, names: Set[str]) -> int:
-    """Wait until these models serve in their new configuration or have failed; return the exit status."""
+    """Wait until each of these models has loaded its new configuration, or has failed; return the exit status."""
     deadline = time.monotonic() + client.timeout
     while True:
         models = [model for model in client.status().models if model.name in names]

@@ -1,6 +1,7 @@
-"""Generates request inputs: shapes from the model's signature and the command line, and random values.
+"""Generates inputs for requests: shapes from the model's signature and the command line, with random values.
 
-Floats are around 0; all other values are 0 or 1, because they may be indices.
+Floating-point inputs have normally distributed values around 0. All other inputs have the values 0 and 1, because they
+may be indices, for which larger values could be invalid.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 
 Shape = Tuple[int, ...]
 
-# Maximum of rows or requests in flight: models are not configured to batch more rows, and the daemon hardly accepts
-# more requests of one client.
+# Maximum number of rows, and of requests in flight, on the command line. Models are not configured to batch more rows,
+# and the daemon would hardly accept more requests from one client.
 MAX_COUNT = 4096
 _MAX_COUNTS = 16
 
@@ -30,13 +31,14 @@ _MIN_S, _MAX_S = 0.1, 3600
 
 Arrays = Dict[str, Any]
 
-# Maximum number and total size of different requests: enough that neither the engine nor a cache sees repetitions.
+# Maximum number and total bytes of the different requests that are generated: so many that neither the engine nor a
+# cache sees the same input again soon.
 MAX_SAMPLES = 16
 MAX_BYTES = 64 * 2**20
 
 
 class WrongShape(CommandError):
-    """The command line requests a shape that the model does not accept; the text says which shapes it accepts."""
+    """The command line has a shape that the model does not accept. The error text says which shapes it accepts."""
 
     status = exit_codes.USAGE
 
@@ -54,10 +56,10 @@ def add_shape_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -
 
 
 def parse_counts(argument: str) -> Tuple[int, ...]:
-    """Parse an argument like 1,8,64; return the numbers in ascending order.
+    """Parse a list of numbers such as 1,8,64. Return the different numbers in ascending order.
 
     Raises:
-        argparse.ArgumentTypeError: the argument has another form, or a number is out of range.
+        argparse.ArgumentTypeError: the argument is not such a list, or a number is out of range.
     """
     try:
         numbers = sorted({int(each) for each in argument.split(",")})
@@ -98,12 +100,12 @@ def parse_seconds(argument: str) -> float:
 
 
 def make_example(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
-    """Return input shapes on which the model is known to run, by name; empty if none are known."""
+    """Return the shape of each input with which the model has run, by name; empty if no such shapes are known."""
     return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
 
 
 def has_free_rows(signature: TensorSignature) -> bool:
-    """Return whether requests may choose the first dimension of this input."""
+    """Return whether requests choose the first dimension of this input."""
     return signature.shape is None or signature.shape[:1] == (-1,)
 
 
@@ -117,12 +119,13 @@ def specify(
 
     Args:
         inputs: the inputs in the model's signature.
-        requested: shapes from `--shape`.
-        rows: the first dimension of inputs where it is free; None: as in `requested`, else as in `example`, else 1.
-        example: known good shapes, for inputs that are not `requested`.
+        requested: input names and shapes from `--shape`.
+        rows: the first dimension of each input that has a free one. If None, it is taken from `requested`, else from
+            `example`, else it is 1.
+        example: shapes with which the model has run, for inputs that are not in `requested`.
 
     Raises:
-        WrongShape: the model does not accept the shape, or the request would be too large.
+        WrongShape: the model does not accept a shape, or the request would be too large.
     """
     shapes = _shapes_by_name(inputs, requested)
     if rows is not None and not any(map(has_free_rows, inputs)):
@@ -141,24 +144,27 @@ def specify(
 
 
 def count_rows(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
-    """Return the number of rows of a request; None if no input has a free first dimension, or the inputs differ."""
+    """Return a request's number of rows.
+
+    Return None if no input has a free first dimension, or if the first dimensions of these inputs differ.
+    """
     rows = {spec.shape[0] for each, spec in zip(inputs, specs) if has_free_rows(each) and spec.shape}
     return rows.pop() if len(rows) == 1 else None
 
 
 def describe(inputs: Sequence[TensorSignature]) -> str:
-    """Return a description of inputs for messages."""
+    """Return names, datatypes and shapes of inputs as text for messages."""
     return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
 
 
 def make_inputs(specs: Sequence[TensorSpec], seed: int) -> Arrays:
-    """Return random inputs for a request; the same seed gives the same values."""
+    """Return random inputs for a request. The same seed gives the same values."""
     random = np.random.default_rng(seed)
     return {spec.name: _random_array(spec, random) for spec in specs}
 
 
 def make_many_inputs(specs: Sequence[TensorSpec]) -> List[Arrays]:
-    """Return several different requests within a limit of total size."""
+    """Return the inputs of several different requests, at most `MAX_SAMPLES` and `MAX_BYTES`."""
     size = max(1, sum(spec.nbytes for spec in specs))
     return [make_inputs(specs, seed) for seed in range(max(1, min(MAX_SAMPLES, MAX_BYTES // size)))]
 

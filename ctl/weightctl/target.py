@@ -1,6 +1,6 @@
-"""The model that `advise` and `bench` measure: waiting until the model is ready, shows progress and explains errors.
+"""The model that `advise` and `bench` measure: waits until the model is ready, shows progress and explains errors.
 
-`read_counters` extracts the daemon's counters of the model, for comparisons before and after a measurement.
+`read_counters` reads the daemon's counters of the model, which are compared before and after a measurement.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from weightd_protocol.messages.status import StatusResponse
 
 _ERASE = "\r\x1b[K"
 
-# Updates in shorter intervals are skipped, so that the measurement does not wait for the terminal.
+# Minimum seconds between two updates of the progress line, so that the measurement does not wait for the terminal.
 _MIN_INTERVAL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
-    """Declare the arguments MODEL and `--shape`; `help_suffix` is added to the help of the latter."""
+    """Declare the arguments MODEL and `--shape`. `help_suffix` is appended to the help text of `--shape`."""
     parser.add_argument("model", metavar="MODEL", help="name of the model")
     request_inputs.add_shape_argument(parser, help_suffix)
 
 
 @contextlib.contextmanager
 def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, None]:
-    """Connect, wait until the model is ready, and provide it within the block.
+    """Connect to the daemon and wait until the model is ready. Within the block, provide the model.
 
     Raises:
-        RequestError: the model does not exist, or does not become ready.
+        RequestError: the model does not exist, or is not ready within the timeout.
     """
     with connect() as client, ProgressLine() as progress:
         progress.show(f"{model}: waiting until the model is ready")
@@ -56,10 +56,10 @@ class BenchTarget(NamedTuple):
 
     Attributes:
         name: the model's name.
-        client: the client for requests.
+        client: the client that sends the requests.
         inputs: the inputs in the model's signature.
-        example: input shapes on which the model is known to run, by name; empty if none are known.
-        progress: the progress line.
+        example: shapes of the inputs with which the model has run, by name; empty if no such shapes are known.
+        progress: the line that shows the progress of the measurement.
     """
 
     name: str
@@ -69,16 +69,19 @@ class BenchTarget(NamedTuple):
     progress: ProgressLine
 
     def show_progress(self, text: str) -> None:
-        """Show progress of the measurement."""
+        """Show the progress of the measurement, after the name of the model."""
         self.progress.show(f"{self.name}: {text}")
 
     def explain_errors(self) -> ContextManager[None]:
-        """Add a hint about the probable cause to errors in the block."""
+        """Within the block, add a hint about the probable cause to each error."""
         return _explain_errors(self.name, self.inputs)
 
 
 class ProgressLine:
-    """A line on stderr that each update overwrites, erased at the end. Without a terminal, nothing is shown."""
+    """A line on stderr whose text is replaced by each update and erased at the end.
+
+    Nothing is shown without a terminal.
+    """
 
     def __enter__(self) -> ProgressLine:
         self._stream: TextIO = sys.stderr
@@ -92,7 +95,7 @@ class ProgressLine:
             self._stream.flush()
 
     def show(self, text: str) -> None:
-        """Replace the text, unless it was replaced only a moment ago."""
+        """Show `text` instead of the current text. If the last update was less than 0.1 s ago, do nothing."""
         if self._is_terminal and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _MIN_INTERVAL_S
             self._stream.write(f"{_ERASE}{text}")
@@ -100,12 +103,13 @@ class ProgressLine:
 
 
 class CounterSample(NamedTuple):
-    """Counters of a model since the daemon's start.
+    """Counters of a model, which the daemon counts from its start.
 
     Attributes:
-        requests: the number of requests served.
-        executions: the number of executions: fewer than requests if some were batched, more if some were split.
-        split_requests: the number of requests that were split.
+        requests: the number of requests that were served.
+        executions: the number of executions by workers. It is lower than the number of requests if some were batched,
+            and higher if some were split.
+        split_requests: the number of requests that the daemon split.
     """
 
     requests: int
@@ -114,7 +118,10 @@ class CounterSample(NamedTuple):
 
 
 def read_counters(status: StatusResponse, name: str) -> Optional[CounterSample]:
-    """Return the counters of a model; None if the model is missing, or its status has no counters."""
+    """Return the counters of a model from a status.
+
+    Return None if the status has no such model, or no counters for it.
+    """
     for model in status.models:
         if model.name == name and model.executions is not None:
             return CounterSample(model.served, model.executions.count, model.executions.split)
@@ -122,14 +129,14 @@ def read_counters(status: StatusResponse, name: str) -> Optional[CounterSample]:
 
 
 def per_execution(before: Optional[CounterSample], after: Optional[CounterSample]) -> Optional[float]:
-    """Return the average number of requests in an execution; None if unknown."""
+    """Return the mean number of requests in an execution between two samples; None if it is unknown."""
     if before is None or after is None or after.executions <= before.executions:
         return None
     return (after.requests - before.requests) / (after.executions - before.executions)
 
 
 def has_split(before: Optional[CounterSample], after: Optional[CounterSample]) -> bool:
-    """Return whether a request was split between the samples; False if unknown."""
+    """Return whether the daemon split a request between two samples; False if this is unknown."""
     return before is not None and after is not None and after.split_requests > before.split_requests
 
 

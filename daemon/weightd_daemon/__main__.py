@@ -1,7 +1,7 @@
 """Entry point of the program `weightd`: prepares the process, then runs the command line.
 
-While the modules load, Ctrl-C ends the process without a traceback. An engine's interpreter may run this script, too,
-and may be too old for the daemon: this file runs on Python 3.7.
+While the modules are imported, Ctrl-C ends the process without a traceback. This file must run on Python 3.7, so that a
+user who starts it with the old interpreter of an engine gets a readable error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weightd_daemon import exit_codes
 
 
 def main() -> int:
-    """Run the command; return its exit status."""
+    """Run the command line of this process; return the exit status."""
     if sys.version_info < (3, 10):
         has = ".".join(map(str, sys.version_info[:2]))
         print(
@@ -26,14 +26,14 @@ def main() -> int:
         return exit_codes.CONFIG
     with process_start.silent_while_importing():
         process_start.reset_signals()
-        # The processes that the daemon starts inherit this setting.
+        # All processes of the daemon inherit this setting.
         process_start.disable_core_dumps()
         process_start.serve_as_init()
         zygote_process = None
         if _is_serve_command(sys.argv[1:]):
             from weightd_daemon.zmq_proxy import zygote  # noqa: PLC0415 - the zygote is forked with few modules loaded
 
-            # If this fork fails, the daemon logs the reason and tries again later.
+            # Ignore a failed fork: the daemon starts a zygote later if it needs ZeroMQ proxies, and logs any error.
             with contextlib.suppress(OSError):
                 zygote_process = zygote.fork()
         with process_start.gc_disabled():
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _is_serve_command(arguments: Sequence[str]) -> bool:
-    """Return whether the command starts a daemon, which may need ZeroMQ proxies."""
+    """Return whether the command starts a daemon, so that a zygote for its ZeroMQ proxies is forked first."""
     name = next((each for each in arguments if not each.startswith("-")), "")
     return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)
 

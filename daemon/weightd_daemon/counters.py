@@ -1,6 +1,6 @@
 """Counters and histograms of each model and of the daemon, which survive restarts of the daemon.
 
-The counter store writes the record classes to its file.
+The counter store (`handover/counter_store.py`) writes the classes named `...Record` to its file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from weightd_protocol import limits
 from weightd_protocol.messages.metrics import Histogram
 from weightd_protocol.schema import integer, list_of, number, record, text
 
-# Limit of each counter in the file. A counter that starts from this value still fits an integer of the protocol.
+# Maximum value of a counter in the file. A daemon that restores this value can still count up without exceeding the
+# integers of the protocol.
 MAX_COUNT = 2**55
 
 _MAX_SUM = 1e18
 
 _COUNT = integer(0, MAX_COUNT)
 
-# From the compute time of a small model to the wait of a patient client; each bound is 2 to 3 times the one before.
+# Upper bounds in seconds of the intervals of duration histograms: from the compute time of a small model to the longest
+# usual wait. Each bound is 2 to 3 times the bound before.
 SECONDS_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -28,7 +30,7 @@ ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 @dataclass(frozen=True)
 class HistogramRecord:
-    """A histogram in the counter store's file."""
+    """A histogram as it is written to the counter store's file; see `HistogramCounter` for the fields."""
 
     counts: tuple[int, ...] = field(metadata=list_of(integer(0, MAX_COUNT), limits.MAX_BUCKETS + 1))
     sum: float = field(metadata=number(_MAX_SUM))
@@ -63,7 +65,7 @@ class HistogramCounter:
         return sum(self.counts)
 
     def to_record(self) -> HistogramRecord:
-        """Return the record for the counter store, with its values limited to the bounds of the file format."""
+        """Return the record for the counter store. Values are limited to the maximum of the file format."""
         return HistogramRecord(tuple(min(each, MAX_COUNT) for each in self.counts), min(self.sum, _MAX_SUM))
 
     def to_histogram(self) -> Histogram:
@@ -71,24 +73,26 @@ class HistogramCounter:
         return Histogram(tuple(self.counts), self.sum)
 
     def restore(self, record: HistogramRecord) -> None:
-        """Add the values of a record, unless it was written with another number of bounds."""
+        """Add the values of a record from the counter store. Ignore a record with another number of intervals."""
         if len(record.counts) == len(self.counts):
             self.counts = [now + before for now, before in zip(self.counts, record.counts, strict=True)]
             self.sum += record.sum
 
 
 class ModelCounters:
-    """Counters of the requests for one model and of its processes.
+    """Counters of one model: of its requests, batches and processes. They only increase.
 
     Attributes:
-        requests: seconds from arrival to response, for each request that was answered.
-        queue: seconds from arrival to the first slot, for each request that got a slot, counted when the request ends.
-        compute: seconds that each batch ran.
-        rows: rows of each batch, if the model's rows are known.
-        unexpected_exits: processes that exited, or had to be killed, without having been asked to stop.
-        restarts: processes started to replace lost ones.
-        selftest_failures: workers that did not reproduce the known answers of the self-test.
-        batch_mismatches: generations whose results for batched rows differed from the results for single rows.
+        requests: histogram of the seconds from the arrival of a request to its response, over all answered requests.
+        queue: histogram of the seconds from the arrival of a request to its first slot, over all ended requests that
+            got a slot.
+        compute: histogram of the seconds for which a batch ran.
+        rows: histogram of the number of rows of a batch, if the model's inputs have rows.
+        unexpected_exits: the number of processes that exited, or had to be killed, although the daemon had not stopped
+            them.
+        restarts: the number of processes that were started to replace lost processes.
+        selftest_failures: the number of workers that did not reproduce the known answers of the self-test.
+        batch_mismatches: the number of generations whose results for batched rows differed from those for single rows.
     """
 
     __slots__ = (
@@ -112,7 +116,7 @@ class ModelCounters:
         self.restarts = 0
         self.selftest_failures = 0
         self.batch_mismatches = 0
-        # Lost processes that have not been replaced yet.
+        # Number of lost processes that have not been replaced yet.
         self._unreplaced = 0
 
     @property
@@ -123,21 +127,21 @@ class ModelCounters:
         return not any(numbers) and not any(any(each.counts) for each in histograms)
 
     def on_lost(self, count: int) -> None:
-        """Count processes that became unusable without having been asked to stop."""
+        """Count processes that became unusable although the daemon had not stopped them; they will be replaced."""
         self._unreplaced += count
 
     def on_started(self) -> None:
-        """Count a started process: as a restart if a lost process has not been replaced yet."""
+        """Count a started process. It counts as a restart if a lost process has not been replaced yet."""
         if self._unreplaced:
             self._unreplaced -= 1
             self.restarts += 1
 
 
 class ProcessCounters:
-    """Counters of process events, added to the counters of every model that the processes serve.
+    """Counts process events for every model that the processes serve: several in a model group, else one.
 
     Args:
-        counters: the counters of these models.
+        counters: the counters of each of these models.
     """
 
     __slots__ = ("_counters",)
@@ -146,12 +150,12 @@ class ProcessCounters:
         self._counters = counters
 
     def on_death(self) -> None:
-        """Count a process that exited, or had to be killed, without having been asked to stop."""
+        """Count a process that exited, or had to be killed, although the daemon had not stopped it."""
         for each in self._counters:
             each.unexpected_exits += 1
 
     def on_lost(self, count: int = 1) -> None:
-        """Count processes that became unusable, even if they reported it themselves: others may replace them."""
+        """Count processes that became unusable, even if they reported it; other processes may replace them."""
         for each in self._counters:
             each.on_lost(count)
 
@@ -173,7 +177,7 @@ class ProcessCounters:
 
 @dataclass(frozen=True)
 class ModelCounterRecord:
-    """The counters of a model in the counter store's file; `ModelCounters` describes the fields."""
+    """The counters of a model as they are written to the counter store's file; see `ModelCounters` for the fields."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
     requests: HistogramRecord = field(metadata=record(HistogramRecord))
@@ -205,14 +209,14 @@ class CounterRegistry:
         return counters
 
     def keep_only(self, models: Collection[str]) -> None:
-        """Drop the counters of every model that is not among these."""
+        """Drop the counters of all models except these."""
         self._by_model = {name: counters for name, counters in self._by_model.items() if name in models}
 
     def records(self) -> Iterator[ModelCounterRecord]:
-        """Yield a record of each model that has counted anything, for the counter store."""
+        """Yield a record for the counter store of each model with a counter above 0."""
         for model, counters in list(self._by_model.items()):
             if counters.is_zero:
-                continue  # most of many models on demand are never used
+                continue  # most models that load on demand may never have been used
             yield ModelCounterRecord(
                 model,
                 counters.requests.to_record(),
@@ -226,7 +230,7 @@ class CounterRegistry:
             )
 
     def restore(self, records: Iterable[ModelCounterRecord]) -> None:
-        """Add the counters from the counter store."""
+        """Add the values of each model's record from the counter store."""
         for each in records:
             counters = self.counters_of(each.model)
             counters.requests.restore(each.requests)
@@ -241,7 +245,7 @@ class CounterRegistry:
 
 @dataclass(frozen=True)
 class DaemonCounterRecord:
-    """The counters of the daemon in the counter store's file; `DaemonCounters` describes the fields."""
+    """The daemon's counters as they are written to the counter store's file; see `DaemonCounters` for the fields."""
 
     reloads: int = field(metadata=_COUNT)
     refused_reloads: int = field(metadata=_COUNT)
@@ -249,19 +253,19 @@ class DaemonCounterRecord:
 
     @property
     def key(self) -> str:
-        """The empty string: the file has one such record."""
+        """The empty string, because the file has only one record of this kind."""
         return ""
 
 
 class DaemonCounters:
-    """Counters that belong to no single model.
+    """Counters of the whole daemon.
 
     Args:
-        count_dropped: returns the number of responses that this daemon could not send.
+        count_dropped: returns the number of responses that this daemon process could not send.
 
     Attributes:
-        reloads: reloads that put a configuration in force.
-        refused_reloads: reloads that failed.
+        reloads: the number of reloads that have put a configuration in force.
+        refused_reloads: the number of failed reloads.
     """
 
     def __init__(self, count_dropped: Callable[[], int]) -> None:
@@ -272,12 +276,12 @@ class DaemonCounters:
 
     @property
     def dropped_by_this_daemon(self) -> int:
-        """The number of responses that this daemon could not send."""
+        """The number of responses that this daemon process could not send."""
         return self._count_dropped()
 
     @property
     def dropped_responses(self) -> int:
-        """The number of responses that this daemon and the daemons before it could not send."""
+        """The number of responses that this daemon process and its predecessors could not send."""
         return self._restored_dropped + self._count_dropped()
 
     def records(self) -> Iterator[DaemonCounterRecord]:
@@ -286,7 +290,7 @@ class DaemonCounters:
         yield DaemonCounterRecord(*(min(each, MAX_COUNT) for each in counted))
 
     def restore(self, records: Iterable[DaemonCounterRecord]) -> None:
-        """Add the counters from the counter store."""
+        """Add the values of the daemon's record from the counter store."""
         for each in records:
             self.reloads += each.reloads
             self.refused_reloads += each.refused_reloads

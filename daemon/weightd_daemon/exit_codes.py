@@ -1,4 +1,4 @@
-"""Exit statuses of the daemon, following sysexits.h, so that a service manager knows which ones justify a restart."""
+"""Exit statuses of `weightd`, by which a service manager knows whether a restart may help; some from sysexits.h."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from weightd_common import commandline
 
 OK = 0
 MODEL_FAILED = 1  # the daemon ran, but a model could not be served
-PROCESS_DIED = 2  # the daemon served and stopped on request, but a child process had ended unexpectedly
+PROCESS_DIED = 2  # the daemon was stopped on request, but a child process had exited unexpectedly before
 USAGE = commandline.EXIT_USAGE
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, directory or thread is unavailable, or another daemon has the socket
-CONFIG = 78  # EX_CONFIG: the configuration is invalid; another start would fail in the same way
-INTERRUPTED = 130  # Ctrl-C before the daemon served; the status that a shell reports for SIGINT
+CONFIG = 78  # EX_CONFIG: the configuration is invalid, so another start would fail, too
+INTERRUPTED = 130  # Ctrl-C before the daemon served; shells report this status for a program ended by SIGINT
 
-# Texts for the manual page.
+# Descriptions of the exit statuses for the manual page.
 MEANINGS: Mapping[int, str] = {
     OK: "Success; `serve` and `run`: stopped on request.",
     MODEL_FAILED: ("A model could not be served; `check --load`: a model does not load; `doctor`: a check has failed."),

@@ -1,4 +1,4 @@
-"""The memory plan of a configuration: the need of each model, and which models fit into the budget together."""
+"""The memory plan of a configuration: how much memory models need, and which of them fit into the budget together."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ COUNTER_RECORDS: Mapping[str, type[object]] = {
     "load": LoadSpeedRecord,
     "need": NeedRecord,
 }
-"""The types of the records in the counters file, by the word that begins their lines."""
+"""The type of each kind of record in the counters file, by the word with which the lines of this kind begin."""
 
 
 class PlannedModel(NamedTuple):
-    """The memory of a model on the CPU.
+    """The memory that a model on the CPU needs.
 
     Attributes:
         name: the name of the model.
-        load: when it is loaded.
-        nbytes: the bytes that it needs.
-        is_measured: whether a daemon has measured them; otherwise they are estimated from the size of the files.
+        load: when the model is loaded: the configured key `load`.
+        nbytes: the bytes that the model needs.
+        is_measured: whether a daemon has measured `nbytes`; otherwise `nbytes` is estimated from the size of the
+            model's files.
     """
 
     name: str
@@ -45,14 +46,14 @@ class PlannedModel(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """The result of `plan_memory`.
+    """The result of `plan_memory`: which models fit into the memory budget.
 
     Attributes:
         models: the models on the CPU, in the order of the configuration.
-        budget: max_model_bytes; 0: no limit.
+        budget: the configured `max_model_bytes`; 0: no limit.
         together: the names of the models that fit into the budget together: all that load at the start, then as many
             others as fit, in the order of the configuration.
-        never: the names of the models that can never be loaded.
+        never: the names of the models that can never be loaded within the budget.
     """
 
     models: tuple[PlannedModel, ...]
@@ -61,7 +62,7 @@ class MemoryPlan(NamedTuple):
     never: tuple[str, ...]
 
     def lines(self) -> Iterator[str]:
-        """Yield the plan as text."""
+        """Yield the lines of a text that describes the plan."""
         for each in self.models:
             source = "measured" if each.is_measured else "estimated"
             yield f"plan: {each.name}: load = {each.load}, needs {format_mib(each.nbytes)} ({source})"
@@ -79,7 +80,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(config: Config) -> MemoryPlan:
-    """Return the memory plan of a valid configuration. Models on cards are left out: the cards are their budget."""
+    """Return the memory plan of a valid configuration; it omits models on cards, which have no such budget."""
     needs = _measured_needs(config.daemon.counters_file)
     models = tuple(
         _plan_model(name, model, needs.get(name))
@@ -113,7 +114,7 @@ def _plan_model(name: str, model: ModelConfig, measured: NeedRecord | None) -> P
 
 
 def _request(model: ModelConfig, file_bytes: int, devices: Sequence[str]) -> ResourceRequest:
-    """Return what the processes of a model on devices that share a copy of the weights take."""
+    """Return the memory and processes that a model needs on devices that share one copy of the weights."""
     worker_count = (model.max_workers + (model.spares or 0)) * len(devices)
     copy_count = worker_count if model.sharing == "off" else 1
     return ResourceRequest(file_bytes, copy_count, worker_count, 1 + worker_count, 0)

@@ -1,6 +1,6 @@
-"""State machine of the daemon's stop: serving, draining, stopping.
+"""State machine of the daemon's stop, with the states serving, draining and stopping.
 
-`SHUTDOWN` lists every legal transition; any other pair of state and event raises.
+`SHUTDOWN` lists every legal transition. Any other pair of state and event raises IllegalTransition.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class ShutdownState(enum.Enum):
 
     SERVING = "serving"  # no stop was requested
     DRAINING = "draining"  # new requests are rejected; accepted requests are finished
-    STOPPING = "stopping"  # requests are not waited for; models are stopped, or left to the next daemon
+    STOPPING = "stopping"  # not waiting for requests; models are stopped, or left to the next daemon
 
 
 class ShutdownEvent(enum.Enum):
-    """Event that moves the stop to another phase."""
+    """Event that moves `Shutdown` to another state."""
 
     STOP = "stop"  # a stop was requested
     DRAINED = "drained"  # every accepted request is finished, or the drain timeout has passed
-    FORCE = "force"  # a stop was requested again
+    FORCE = "force"  # a stop was requested again: do not wait for requests
 
 
 SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
@@ -37,14 +37,14 @@ SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
 
 
 class Shutdown:
-    """Progress of one daemon through `SHUTDOWN`.
+    """The current state of a daemon's stop. It changes only by the transitions in `SHUTDOWN`.
 
     Args:
-        on_timeout: called with the time when the drain timeout has passed.
+        on_timeout: called with the current time when the drain timeout has passed.
 
     Attributes:
-        has_begun: whether new requests are rejected.
-        timer: calls `on_timeout` when it is due; `Daemon.stop` sets it.
+        has_begun: whether a stop was requested, so that new requests are rejected.
+        timer: calls `on_timeout`. `Daemon.stop` sets it to the end of the drain timeout.
     """
 
     def __init__(self, on_timeout: Callable[[float], object] = lambda _: None) -> None:
@@ -53,13 +53,13 @@ class Shutdown:
         self.timer = Timer(on_timeout)
 
     def handle(self, event: ShutdownEvent) -> None:
-        """Move to the next phase.
+        """Change the state by the transition that `SHUTDOWN` lists for an event.
 
         Raises:
-            IllegalTransition: `SHUTDOWN` does not list the event in this phase.
+            IllegalTransition: `SHUTDOWN` lists no transition for the event in the current state.
         """
         self._state = advance(SHUTDOWN, self._state, event)
-        # Every request reads this attribute, so it is not a property.
+        # This is an attribute, not a property, because it is read for every request.
         self.has_begun = self._state is not ShutdownState.SERVING
 
     @property

@@ -1,4 +1,4 @@
-"""`python -m weightd_gateway`: the process that `weightd gateway` becomes."""
+"""`python -m weightd_gateway`: runs the gateway. `weightd gateway` replaces itself with this process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Authentication: finds the caller of a connection or token, and the tenant for which the daemon serves this caller.
+"""Authentication: maps a client's token, TLS certificate or Unix user to a caller, and the caller to a tenant.
 
-The token file has one line for each token: the token's sha256, a tenant and a name. It does not contain the tokens, so
-reading the file does not allow anybody to use them.
+The token file has one line for each token: the token's SHA-256 digest, a tenant and, optionally, a name for the log.
+The file does not contain the tokens, so a reader of the file cannot use them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from weightd_protocol.schema import label
 
 
 class Caller(NamedTuple):
-    """The identity of a client.
+    """The identity of an authenticated client.
 
     Attributes:
-        tenant: the tenant whose quotas and models apply; None: the gateway's own identity at the daemon.
+        tenant: the tenant whose quotas and models apply; None: the daemon serves the caller's requests under the
+            identity with which the gateway itself connects.
         name: the caller's name in logs.
     """
 
@@ -42,11 +43,11 @@ class Authenticator:
     """Maps credentials to callers.
 
     Attributes:
-        tokens: callers by the sha256 of their token.
+        tokens: callers by the SHA-256 digest of their token.
         certificates: callers by the common name of a certificate that TLS has verified.
         users: callers by the uid of the peer of a Unix socket.
-        anonymous: the caller of requests without a token from any other certificate or user; None: such requests are
-            rejected.
+        anonymous: the caller of requests that have no token and come from no known certificate or user; None: the
+            gateway rejects such requests.
     """
 
     tokens: Mapping[bytes, Caller]
@@ -57,10 +58,11 @@ class Authenticator:
     def authenticate(
         self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None
     ) -> Caller:
-        """Return the caller with these credentials; a token takes precedence over a certificate, which does over a uid.
+        """Return the caller for a client's credentials: by the token, else by the certificate, else by the uid.
 
         Raises:
-            Unauthenticated: the token is unknown, or no credential is known and there is no anonymous caller.
+            Unauthenticated: the token is unknown; or, without a token, certificate and uid are unknown and anonymous
+                callers are not allowed.
         """
         caller = None
         if token is not None:
@@ -79,12 +81,12 @@ class Authenticator:
 
 
 def token_digest(token: str) -> bytes:
-    """Return the sha256 of a token, as it is written in a token file."""
+    """Return the SHA-256 digest of a token as bytes. A token file contains the digest in hexadecimal."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def parse_bearer(authorization: str) -> str:
-    """Return the token of an `authorization` header.
+    """Return the token in the value of an `authorization` header.
 
     Raises:
         Unauthenticated: the header is not `Bearer TOKEN`.
@@ -96,16 +98,16 @@ def parse_bearer(authorization: str) -> str:
 
 
 NO_TENANT = "-"
-"""Written instead of a tenant's name: the caller uses the gateway's own identity."""
+"""Written in a file instead of a tenant's name if the gateway sends a caller's requests under its own identity."""
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
-# Limit of a token file: hundreds of thousands of tokens.
+# Maximum bytes of a token file; enough for hundreds of thousands of tokens.
 _MAX_BYTES = 64 * 1024 * 1024
 
 
 class TokenFileError(Exception):
-    """A token file cannot be used; the text names the file, the line and what was expected.
+    """A token file cannot be used; the text names the file, the line and the expected value.
 
     Attributes:
         problems: one text for each problem.
@@ -117,7 +119,7 @@ class TokenFileError(Exception):
 
 
 def read_tokens(path: Path) -> dict[bytes, Caller]:
-    """Return the callers of a token file by the sha256 of their token.
+    """Read a token file; return the callers by the SHA-256 digest of their token.
 
     Raises:
         TokenFileError: the file cannot be read, or a line is invalid.
@@ -132,7 +134,7 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
 
 
 def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
-    """Return the callers in the text of a token file; `path` is used in error messages.
+    """Parse the text of a token file; return the callers by the digest of their token. Error texts begin with `path`.
 
     Raises:
         TokenFileError: a line is invalid.
@@ -153,7 +155,7 @@ def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
 
 
 def parse_caller(tenant: str, name: str) -> Caller:
-    """Return the caller for a tenant as the configuration writes it: a name, or "-" for the gateway's own identity."""
+    """Return a caller for a tenant as written in a file: the tenant's name, or "-" for the gateway's own identity."""
     return Caller(None if tenant == NO_TENANT else tenant, name)
 
 
@@ -168,7 +170,7 @@ def _check_entry(words: list[str]) -> str:
     if not 2 <= len(words) <= 3:
         return "expected SHA256 TENANT [NAME]"
     if not _DIGEST.fullmatch(words[0]):
-        # The text does not quote the word, because the user may have written the token itself.
+        # The error text does not quote the invalid word, which may be a token instead of a digest.
         return "expected the sha256 of a token first, in 64 hexadecimal digits as printed by sha256sum"
     for what, word in zip(("tenant", "name"), words[1:], strict=False):
         if len(word.encode()) > limits.MAX_NAME_BYTES or not word.isprintable():

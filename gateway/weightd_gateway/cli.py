@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_frontends(gateway: Gateway) -> list[Frontend]:
-    """Return the frontends of the configured protocols; the libraries of other protocols are not imported.
+    """Return the servers of the configured protocols (HTTP, gRPC); libraries of other protocols are not imported.
 
     Raises:
         ImportError: a library is not installed.

@@ -1,4 +1,4 @@
-"""Connection limiter: how many connections each peer may have, and how fast it may open them. No I/O, no clock."""
+"""Connection limiter: limits the number of each peer's connections, and the rate at which it opens them. No I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from weightd_common.peers import Peer
 from weightd_common.rate_limits import TokenBuckets
 from weightd_gateway.fairness import FairLimit
 
-# New connections of its rate limit that a peer forfeits when it violates a limit of the protocol.
+# Number of new connections that the rate limit charges to a peer whose gRPC connection has violated a limit on HTTP/2
+# frames.
 VIOLATION_PENALTY = 32.0
 
 
@@ -14,9 +15,9 @@ class GatewayConnectionLimiter:
     """Admits or refuses new connections. A decision takes constant time for any number of peers.
 
     Args:
-        max_connections: the limit of all connections. A peer may have at most three times as many as remain free.
-        rate: new connections per second of one peer; 0: no limit. A peer that has opened none for `BURST_S` seconds may
-            open the connections of these seconds at once.
+        max_connections: maximum number of connections of all peers. `FairLimit` limits the share of each peer.
+        rate: maximum new connections per second of one peer; 0: no limit. After `BURST_S` seconds without a new
+            connection, a peer may open `BURST_S * rate` connections at once.
     """
 
     BURST_S = 4.0
@@ -36,11 +37,11 @@ class GatewayConnectionLimiter:
         return None
 
     def remove_connection(self, peer: Peer) -> None:
-        """Count a closed connection of a peer."""
+        """Remove a closed connection from the count of its peer."""
         self._connection_limit.release(None if peer.is_operator else peer.key)
 
     def penalize(self, peer: Peer, now: float) -> None:
-        """Reduce the rate at which a peer may open connections for a while, because it violated a limit."""
+        """Charge `VIOLATION_PENALTY` connections to the rate limit of a peer that violated a limit."""
         if not peer.is_operator:
             self._rates.charge(peer.key, VIOLATION_PENALTY, now)
 

@@ -1,4 +1,4 @@
-"""The objects that all frontends share, and the interface of a frontend."""
+"""Objects that the HTTP and gRPC servers share, and the interface of these servers (frontends)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weightd_gateway.tls_handshakes import Handshakes
 
 @dataclass
 class Gateway:
-    """The shared state of all frontends.
+    """The state that all frontends share.
 
     Attributes:
-        config: the gateway's section of the configuration file.
-        authenticator: the identities in force; a reload replaces it.
+        config: the table [gateway] of the configuration file.
+        authenticator: finds the caller of a request; a reload of the configuration replaces the authenticator.
         daemon_client: the client of the daemon.
         regions: the shared-memory regions that callers have registered.
         parsers: the child processes that parse and render large requests and responses.
@@ -39,7 +39,7 @@ class Gateway:
 
 
 class Frontend(Protocol):
-    """The server of one protocol at all its addresses. All frontends share the event loop of the process."""
+    """A server for one protocol, HTTP or gRPC, on all its addresses. All frontends run in one event loop."""
 
     async def start(self) -> Sequence[str]:
         """Start listening and return the addresses for the log.
@@ -50,7 +50,7 @@ class Frontend(Protocol):
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting requests; return when those in flight have ended, or after `grace_s` seconds.
+        """Stop accepting requests; return when the requests in flight have ended, or after `grace_s` seconds.
 
         May be called before `start`, or after `start` has failed half-way.
         """

@@ -1,4 +1,4 @@
-"""Client of the daemon on behalf of callers: inference, metadata, status and metrics, independent of the protocol."""
+"""Client of the daemon: sends the requests of HTTP and gRPC callers for inference, metadata, status and metrics."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """An inference request.
+    """An inference request of a caller, in the same form for HTTP and gRPC.
 
     Attributes:
         model: the model's name.
         inputs: arrays by input name, little-endian and in C order. They are views of the received bytes, which must not
             change before the response has arrived.
         outputs: the names of the outputs to return, in the order of the response; None: all outputs.
-        timeout: seconds until the caller gives up; None: the gateway's default.
+        timeout: seconds after which the request fails; None: the gateway's default.
         priority: 1 is the highest; None: the model's default.
         traceparent: the header of W3C Trace Context; "" without one.
         id: the caller's request id; "" without one.
@@ -57,7 +57,8 @@ InferenceResult = Arrays
 
 T = TypeVar("T")
 
-# Seconds for which a tenant's callers share a response: status and metrics cost the daemon milliseconds per process.
+# Seconds for which a response with status or metrics is cached for all callers of a tenant, because each such request
+# costs the daemon some milliseconds for each process.
 _CACHE_TTL_S = 1.0
 
 
@@ -69,7 +70,8 @@ class DaemonClient:
     Args:
         address: the daemon's address; None: the default that `weightctl` uses.
         timeout: seconds after which a request without a timeout fails.
-        admission: the limits for requests; a frontend takes a permit before it stores anything of a request.
+        admission: limits the requests in flight and their bytes; a frontend gets a permit before it stores data of a
+            request.
     """
 
     def __init__(self, address: str | None, timeout: float, admission: AdmissionControl) -> None:
@@ -84,24 +86,24 @@ class DaemonClient:
         """Return the daemon's version and the names of the models that are visible to the caller.
 
         Raises:
-            RequestError: the request failed. The other methods convert every failure to this class, too.
+            RequestError: the request failed. The other methods raise this class for every failure, too.
         """
         return await _await_response(self._client(caller).server())
 
     async def ready(self, caller: Caller, model: str = "") -> ReadyResponse:
-        """Return whether a model is ready; with "", whether all models of the caller are."""
+        """Return whether a model is ready or, with "", whether all models that the caller can see are ready."""
         return await _await_response(self._client(caller).ready(model))
 
     async def metadata(self, caller: Caller, model: str) -> ModelMetadataResponse:
-        """Return the signature of a model; the daemon replies once the model is loaded."""
+        """Return the signature of a model; if the model is still loading, the daemon replies after the load."""
         return await _await_response(self._client(caller).metadata(model))
 
     async def load(self, caller: Caller, model: str) -> None:
-        """Load a model; return once it serves."""
+        """Load a model; return once the model serves requests."""
         await self._change(self._client(caller).load(model, timeout=self._timeout))
 
     async def unload(self, caller: Caller, model: str) -> None:
-        """Unload a model; return once its processes have ended."""
+        """Unload a model; return once all processes of the model have exited."""
         await self._change(self._client(caller).unload(model, timeout=self._timeout))
 
     async def status(self, caller: Caller) -> StatusResponse:
@@ -130,7 +132,7 @@ class DaemonClient:
         )
 
     def allocate(self, caller: Caller, nbytes: int) -> Any:
-        """Return a byte array for receiving a request; the client sends an array from this memory without a copy."""
+        """Return a byte array for receiving a request; arrays in this memory are sent to the daemon without a copy."""
         return self._client(caller).empty((nbytes,), "u1")
 
     async def close(self) -> None:
@@ -142,7 +144,7 @@ class DaemonClient:
         try:
             await _await_response(response)
         finally:
-            # The next status shows the change.
+            # Drop the cached responses, so that the next status shows the change.
             self._statuses.clear()
             self._metrics.clear()
 
@@ -164,12 +166,13 @@ async def _await_response(response: Awaitable[T]) -> T:
                 raise
             raise wanted from error
         finally:
-            # The error refers to this frame and to the frames of its callers, which keep the body of a request alive.
+            # The error's traceback refers to this frame, and the variable would refer to the error. Such a cycle would
+            # keep the body of the request in memory until the next garbage collection.
             del wanted
 
 
 class _Latest(Generic[T]):
-    """Caches a response for one second. Callers that arrive during a fetch wait for its response."""
+    """Caches a response of the daemon for `_CACHE_TTL_S` seconds. Concurrent callers of `get` share one request."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]]) -> None:
         self._fetch = fetch
@@ -186,7 +189,7 @@ class _Latest(Generic[T]):
 
 TRACEPARENT = "traceparent"
 
-# Version, trace id, parent id, flags. Version ff and ids of zeros are forbidden.
+# A traceparent: version, trace id, parent id and flags in hexadecimal. Version ff and ids of only zeros are invalid.
 _PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 

@@ -26,7 +26,7 @@ class ErrorStatus(NamedTuple):
     grpc: int
 
 
-# Keys are the errors' codes, which are the names of gRPC's status codes.
+# The status codes by `RequestError.code`, which is the name of the gRPC status.
 STATUSES: Mapping[str, ErrorStatus] = {
     "CANCELLED": ErrorStatus(499, 1),
     "INVALID_ARGUMENT": ErrorStatus(400, 3),
@@ -34,7 +34,7 @@ STATUSES: Mapping[str, ErrorStatus] = {
     "NOT_FOUND": ErrorStatus(404, 5),
     "PERMISSION_DENIED": ErrorStatus(403, 7),
     "RESOURCE_EXHAUSTED": ErrorStatus(429, 8),
-    # gRPC's own mapping has 400, but here the model must be fixed, not the request.
+    # Not 400 as in gRPC's own mapping to HTTP: the operator must fix the model, not the caller the request.
     "FAILED_PRECONDITION": ErrorStatus(503, 9),
     "INTERNAL": ErrorStatus(500, 13),
     "UNAVAILABLE": ErrorStatus(503, 14),

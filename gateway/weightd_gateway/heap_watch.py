@@ -1,4 +1,4 @@
-"""Returns freed memory to the kernel, because the C library keeps it after a large request or a burst of requests."""
+"""Returns freed memory to the kernel; the C library would keep it after a large request or a burst of requests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from pathlib import Path
 # Seconds between two checks.
 WATCH_INTERVAL_S = 1.0
 
-# Freed memory is returned once the resident memory exceeds its minimum by this amount.
+# Freed memory is returned once the process's resident memory exceeds its lowest value so far by this many bytes.
 GROWTH_BYTES = 16 * 1024 * 1024
 
-# Maximum number of checks to skip after attempts that returned little.
+# Maximum number of checks that are skipped after attempts to return memory that have returned little.
 _MAX_SKIPPED = 3
 
-# Arenas of the C library. By default each thread of gRPC's library has one, and each arena keeps its freed memory.
+# Maximum number of arenas (heaps) of the C library. By default each thread of gRPC's library has its own arena, and
+# each arena keeps its freed memory.
 _MAX_ARENAS = 2
 _M_ARENA_MAX = -8
 
@@ -26,8 +27,8 @@ _STATM = Path("/proc/self/statm")
 _libc = ctypes.CDLL(None)
 
 
-# Larger blocks get a mapping each, which is unmapped when they are freed. By default glibc raises this threshold after
-# it has freed a few such blocks.
+# The C library allocates a block of more bytes as a separate mapping, and unmaps it when the block is freed. By default
+# glibc raises this threshold after it has freed a few such blocks.
 _MMAP_THRESHOLD_BYTES = 1024 * 1024
 _M_MMAP_THRESHOLD = -3
 
@@ -43,8 +44,9 @@ def set_up() -> None:
 class HeapGrowth:
     """Decides when freed memory should be returned. Pure: no I/O.
 
-    Every check is due while the process is much larger than its minimum. If an attempt returns little, the memory is in
-    use, and the next checks are skipped: one, then up to `_MAX_SKIPPED`.
+    An attempt is due at each check while resident memory exceeds its lowest value by more than `GROWTH_BYTES`. If an
+    attempt returns little, the process is using the memory. Then the next check is skipped; after further such
+    attempts, the next `_MAX_SKIPPED` checks.
     """
 
     def __init__(self) -> None:
@@ -53,7 +55,7 @@ class HeapGrowth:
         self._checks_to_skip = 0
 
     def is_due(self, resident_bytes: int) -> bool:
-        """Return whether freed memory should be returned now, given the resident memory."""
+        """Return whether freed memory should be returned now, given the process's resident memory in bytes."""
         if self._min_bytes is None or resident_bytes < self._min_bytes:
             self._min_bytes = resident_bytes
         if resident_bytes <= self._min_bytes + GROWTH_BYTES:
@@ -65,14 +67,15 @@ class HeapGrowth:
         return True
 
     def record_trimmed(self, nbytes: int) -> None:
-        """Record how many bytes an attempt returned."""
+        """Record how many bytes an attempt has returned to the kernel."""
         self._backoff = 0 if nbytes >= GROWTH_BYTES // 4 else min(2 * self._backoff + 1, _MAX_SKIPPED)
         self._checks_to_skip = self._backoff
 
 
 async def watch() -> None:
     """Return freed memory to the kernel whenever the process has grown, until the task is cancelled."""
-    # The present objects are permanent. Frozen, they do not lengthen collections, which block the event loop.
+    # The objects that exist now are permanent. `freeze` excludes them from garbage collections, which block the event
+    # loop.
     gc.collect()
     gc.freeze()
     trim = getattr(_libc, "malloc_trim", None)
@@ -80,9 +83,10 @@ async def watch() -> None:
     while trim is not None:
         before = _resident_bytes()
         if growth.is_due(before):
-            # An error and the frames of its traceback form a cycle that keeps the body of a request alive.
+            # First collect cycles of errors and the frames of their tracebacks, which keep bodies of requests in
+            # memory.
             gc.collect()
-            # Trimming a large heap takes a while, and does not need the GIL.
+            # Trimming a large heap takes long, but does not hold the GIL: the event loop continues in this thread.
             await asyncio.to_thread(trim, 0)
             growth.record_trimmed(before - _resident_bytes())
         await asyncio.sleep(WATCH_INTERVAL_S)

@@ -22,18 +22,18 @@ from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 
 _log = logging.getLogger("weightd.gateway")
 
-# Connections that the kernel queues while the event loop is busy.
+# Maximum number of new connections that the kernel queues for a listening socket while the event loop is busy.
 BACKLOG = 1024
 
-# One wake-up accepts connections for at most this time, so that a flood of them does not block the event loop.
+# Maximum seconds of one call that accepts connections, so that a flood of connections does not block the event loop.
 _ACCEPT_SLICE_S = 1e-4
 
-# Pause after the process ran out of file descriptors or memory for connections.
+# Seconds for which a listener pauses after the process has run out of file descriptors or memory for connections.
 _ACCEPT_BACKOFF_S = 0.1
 _EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
-# Socket buffer in each direction. By default the kernel would buffer several megabytes for each connection. The kernel
-# doubles this number for its own overhead.
+# Size of a connection's socket buffer in each direction; the kernel doubles the size for its own overhead. By default
+# the kernel would buffer several megabytes for each connection.
 BUFFER_BYTES = 208 * 1024
 
 # Seconds between two log lines about refused connections of one peer.
@@ -46,14 +46,14 @@ OnConnection = Callable[[socket.socket, Peer], None]
 
 
 class GatewayAcceptor:
-    """Accepts connections at one listening socket and refuses those beyond the limits of their peer.
+    """Accepts connections at one listening socket, and refuses connections beyond the limits of their peer.
 
     asyncio's own servers accept up to a whole backlog of connections in one pass, which blocks all other work.
 
     Args:
         listener: the bound socket; `close` closes it.
         admission: the connection limiter of the protocol.
-        peers: identifies peers.
+        peers: finds the peer of a connection.
         on_connection: called with each admitted connection. It must call `admission.remove_connection` once the
             connection has ended.
         refusal_response: returns the bytes to send before a refused connection is closed, given the reason; None: send
@@ -77,7 +77,7 @@ class GatewayAcceptor:
         self._loop = asyncio.get_running_loop()
         self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
-        # Accepted connections inherit these options.
+        # Connections that the listener accepts inherit these options.
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             listener.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         listener.listen(BACKLOG)
@@ -179,7 +179,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether no process listens at the path, because a gateway was killed and left its socket behind."""
+    """Return whether no process listens at the path: a killed gateway leaves its socket file behind."""
     with socket.socket(socket.AF_UNIX) as asking:
         return asking.connect_ex(str(path)) != 0
 

@@ -1,4 +1,4 @@
-"""The gateway's log on stderr: each event is one line, whatever text from clients it contains."""
+"""The gateway's log on stderr: each event is one line, even if it contains text from clients with line breaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> 
 
 
 class LineFormatter(logging.Formatter):
-    """Formats an event as one line, followed by its traceback if any. For the journal, each line has its priority."""
+    """Formats an event as one line, followed by a traceback if any; for the journal, each line has a priority."""
 
     def __init__(self, *, journal: bool) -> None:
         super().__init__("%(message)s" if journal else "%(asctime)s %(levelname)-7s %(message)s")
@@ -42,7 +42,7 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up(level: int) -> None:
-    """Log to stderr. `level` applies to weightd's loggers, WARNING to all others."""
+    """Log to stderr: messages of weightd from `level` on, messages of other libraries from WARNING on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(journal=is_connected_to_journal(os.environ, _STDERR)))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -50,7 +50,7 @@ def set_up(level: int) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error of the command on stderr, as one line even if names in it contain line breaks."""
+    """Print an error on stderr as one line, even if the error text contains line breaks."""
     line = to_one_line(f"weightd gateway: {text}")
     print(
         add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,

@@ -15,13 +15,14 @@ from typing import Any
 from weightd_gateway.parser_process import COUNT, LENGTH, ParserFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
-# The child returns freed memory to the kernel after a task and result with more bytes than this.
+# After a task that has more bytes than this together with its result, the child returns freed memory to the kernel.
 _LARGE_BYTES = 256 * 1024
 
 
 def main() -> None:
-    """Run tasks until the parent closes the connection."""
-    # A service manager or terminal signals all processes at a stop, but the parent still finishes requests in flight.
+    """Run the parent's tasks until it closes the connection."""
+    # Ignore the signals with which a service manager or terminal stops all processes at once: the parent still needs
+    # this child for the requests in flight.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -33,7 +34,7 @@ def main() -> None:
 
 
 def _run_one(channel: socket.socket) -> int:
-    """Run one task; return the size in bytes of the task and its result."""
+    """Receive and run one task, and send the result; return the bytes of task and result together."""
     count: int = COUNT.unpack(_receive(channel, COUNT.size))[0]
     lengths: list[int] = [LENGTH.unpack(_receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
     content, *buffers = [_receive(channel, each) for each in lengths]

@@ -1,4 +1,4 @@
-"""Child processes that parse and render large requests and responses, which would block the event loop.
+"""Child processes that parse large requests and render large responses, which would block the event loop.
 
 One child runs the small tasks and another one the large tasks, so that a small task never waits for a large one. A
 child starts when it is first needed and exits after it has been idle for a while. Each child divides its time fairly
@@ -26,19 +26,20 @@ _log = logging.getLogger("weightd.gateway")
 
 T = TypeVar("T")
 
-# Seconds without a task after which the child exits.
+# Seconds without a task after which a child process is ended.
 IDLE_S = 30.0
 
 PARSE_TIMEOUT_S = 10.0
-"""Seconds after which a task is aborted by killing its child. The largest task takes under a second of a free core."""
+"""Maximum seconds of a task; then its child is killed. The largest task takes less than a second on an idle core."""
 
 SMALL_BYTES = 128 * 1024
-"""Bytes of JSON or protobuf up to which a task is small. The most expensive small task takes some ten milliseconds."""
+"""Maximum bytes of JSON or protobuf of a small task. The most expensive small task takes some ten milliseconds."""
 
-# Niceness of the children: both have less priority than the event loop, and the large tasks have the least.
+# Niceness of the two child processes: both have lower priority than the event loop; large tasks have the lowest.
 _NICE_SMALL, _NICE_LARGE = 5, 10
 
-# Header of a message: the number of buffers beside the pickle, then the lengths of the pickle and of each buffer.
+# Header of a message between parent and child: the number of buffers (`COUNT`), then the lengths of the pickle and of
+# each buffer (`LENGTH`). The pickle and the buffers follow.
 COUNT = struct.Struct("=I")
 LENGTH = struct.Struct("=Q")
 
@@ -73,7 +74,7 @@ class ParserPool:
             caller: the caller whose share of time the task uses.
             nbytes: size of the text that the function parses or renders.
             function: a module-level function.
-            arguments: its arguments.
+            arguments: the arguments of the function.
 
         Raises:
             RequestError: the function raised it.
@@ -127,8 +128,8 @@ class ParserProcess:
             try:
                 raise result.error
             finally:
-                # The error refers to this frame and to the frames of its callers, which keep the body of a request
-                # alive.
+                # The error's traceback refers to this frame, and these variables would refer to the error. Such a cycle
+                # would keep the body of the request in memory until the next garbage collection.
                 del result, task
         return result  # type: ignore[no-any-return]
 
@@ -154,7 +155,7 @@ class ParserProcess:
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
     async def _run_task(self, task: _ParseTask) -> float:
-        """Run a task and return the seconds that the child spent on it; if the child failed, the seconds until then."""
+        """Run a task; return the seconds that the child spent on the task, or the seconds until the child failed."""
         started_at, timeout_s = time.monotonic(), PARSE_TIMEOUT_S
         seconds: float | None = None
         result: Any
@@ -184,7 +185,7 @@ class ParserProcess:
         count = COUNT.unpack(await _receive(channel, COUNT.size))[0]
         lengths = [LENGTH.unpack(await _receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
         content, *buffers = [await _receive(channel, each) for each in lengths]
-        # The child was started by this process and runs only code of this package.
+        # Unpickling is safe, because this process has started the child, which runs only code of this package.
         return pickle.loads(content, buffers=buffers)  # type: ignore[no-any-return] # noqa: S301
 
     def _ensure_started(self) -> socket.socket:

@@ -43,7 +43,7 @@ class GatewayServer:
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or the hangup of the terminal, then finish the requests in flight.
 
-        A second SIGTERM or SIGINT ends the process without waiting for them.
+        A second SIGTERM or SIGINT ends the process without waiting for these requests.
 
         Raises:
             OSError: an address cannot be bound.
@@ -60,7 +60,8 @@ class GatewayServer:
 
         def on_hangup() -> None:
             if terminal.has_closed():
-                # Both the kernel and the shell may send SIGHUP, so a second one does not cut the shutdown short.
+                # When a terminal closes, both kernel and shell may send SIGHUP. So a second SIGHUP does not shorten the
+                # shutdown.
                 stop_requested.set()
             else:
                 self._reload()
@@ -103,7 +104,7 @@ class GatewayServer:
         await asyncio.gather(*(front.stop(grace_s) for front in self._frontends))
 
     def _reload(self) -> None:
-        """Load the configuration again and apply its identities, also to the connections that are open."""
+        """Load the configuration again; apply its tokens, certificates and users to new and open connections."""
         self._manager.notify_reloading()
         try:
             config, authenticator = load(self._path, self._config.gateway.http if self._manager.inherited else ())
@@ -119,7 +120,7 @@ class GatewayServer:
 
 
 def _raise_fd_limit() -> None:
-    """Raise the soft limit of file descriptors to the hard limit, because each connection needs one."""
+    """Raise the soft limit of file descriptors to the hard limit, because each connection needs a descriptor."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,8 +1,8 @@
 """System shared memory in the form of Triton's clients: callers name files in /dev/shm that hold their tensors.
 
-A caller can name any such file of the gateway's user, but no file of another user. Therefore the feature is off by
-default, and available only to callers on this host. The gateway reads and writes the files instead of mapping them: if
-a caller truncates a file, the request fails, but the gateway does not crash.
+A caller can name any file of the gateway's user in /dev/shm, but no file of another user. Therefore the feature is off
+by default, and available only to callers on this host. The gateway reads and writes the files instead of mapping them:
+if a caller truncates a file, the request fails, but the gateway does not crash.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from weightd_protocol.schema import describe_value, label
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) creates its files
 
-# Limits of one caller and of all callers; each region keeps a file descriptor open.
+# Maximum number of regions of one caller, and of all callers. Each region keeps a file descriptor open.
 MAX_REGIONS_PER_CALLER = 64
 MAX_REGIONS = 1024
 
-# The names that shm_open(3) accepts, restricted to characters that are harmless in paths and logs.
+# Valid names of files: as for shm_open(3), but only with characters that are harmless in paths and logs.
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.+-]{0,254})")
 
 # Prefix of the files of sem_open(3), which contain no tensors.
@@ -42,7 +42,7 @@ class RegisteredRegion:
         self.offset = offset
         self.nbytes = nbytes
         self._descriptor = descriptor
-        # Requests that use the region may finish after it is unregistered: the last reference closes the descriptor.
+        # Close the file with the last reference to the region: requests may use the region after it is unregistered.
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, buffer: memoryview) -> None:
@@ -112,7 +112,7 @@ class RegisteredRegions:
         own[name] = self._open_region(key, first, size)
 
     def unregister(self, caller: Caller, name: str = "") -> None:
-        """Remove a region of the caller, or all of them with ""; unknown names are ignored."""
+        """Remove a region of the caller or, with "", all regions of the caller; unknown names are ignored."""
         own = self._regions_of(caller)
         if name:
             own.pop(name, None)
@@ -169,7 +169,8 @@ class RegisteredRegions:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            # The error is the same for a missing file and for a file of another user.
+            # The error is the same for a missing file and for a file of another user, so callers cannot find out names
+            # of files.
             raise InvalidArgument(
                 f"key: expected a file that belongs to the gateway's user, got {describe_value(key)}"
             ) from None

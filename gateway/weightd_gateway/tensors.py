@@ -26,7 +26,8 @@ Array = NDArray[Any]
 DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NUMPY_DTYPE.items()}
 _DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# Allowed types of a value in JSON or a typed list, by the kind of numpy's dtype. In Python, bool is a subclass of int.
+# Python types of values in JSON or typed lists that each kind of numpy dtype accepts. The types are compared exactly,
+# because bool is a subclass of int.
 _ALLOWED_TYPES: Mapping[str, frozenset[type]] = {
     "b": frozenset({bool}),
     # JSON has only one number type: many clients write 1 as 1.0.
@@ -36,11 +37,12 @@ _ALLOWED_TYPES: Mapping[str, frozenset[type]] = {
 }
 _KIND_NAMES: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
 
-# Larger shapes are rejected even if a dimension is 0, because offsets would not fit into 64 bits.
+# Maximum product of a shape's dimensions, except dimensions of 0. With a larger product, offsets would not fit into 64
+# bits.
 _MAX_ELEMENTS = 2**59
 
-# Limit of the values of a request or response that are not sent as bytes. Each is a Python object, and this number
-# blocks the event loop for a third of a second.
+# Maximum number of values in the JSON or typed lists of a request or response. Each value is a Python object;
+# converting this many takes a third of a second.
 MAX_VALUES = 1024 * 1024
 
 # Created once: `json.dumps` creates a new encoder for each call with options.
@@ -82,7 +84,7 @@ def check_shape(name: str, shape: object) -> Sequence[int]:
     """Return `shape` if it is a valid shape.
 
     Raises:
-        InvalidArgument: it is not a list of integers within the limits.
+        InvalidArgument: `shape` is not a list of integers within the limits.
     """
     dims = _as_sequence(shape)
     if dims is None or len(dims) > limits.MAX_RANK:
@@ -106,7 +108,7 @@ def _as_sequence(value: object) -> Sequence[object] | None:
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryview) -> Array:
-    """Return a tensor that is a view of `content`. The caller has checked the datatype and the shape.
+    """Return a tensor that is a view of `content`. The caller must have checked the datatype and the shape.
 
     Raises:
         InvalidArgument: the number of bytes does not match the shape.
@@ -122,7 +124,7 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryvi
 
 
 def _check_bool(name: str, array: Array) -> Array:
-    """Check a BOOL, because the daemon does not, and bytes other than 0 and 1 make engines compute wrong results."""
+    """Check that a BOOL tensor has only bytes 0 and 1: other bytes make engines compute wrong results."""
     if array.size and array.view(np.uint8).max() > 1:
         raise InvalidArgument(f"{label(name)}: expected 0 or 1 in each byte of a BOOL")
     return array
@@ -155,7 +157,7 @@ def from_typed(
 ) -> Array:
     """Return the tensor of a flat list whose values all have numpy's type `source_dtype`.
 
-    The list may have at most `max_values` values: the rest of the request's limit after its other tensors.
+    The list may have at most `max_values` values, which is what the request's other tensors have left of `MAX_VALUES`.
 
     Raises:
         InvalidArgument: the datatype cannot represent a value, or the number of values does not match the shape.
@@ -205,11 +207,11 @@ def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
         )
     try:
         with np.errstate(over="ignore"):
-            # Without this conversion numpy would not report floats that exceed an integer datatype.
+            # Without the conversion to int, numpy would not report floats that exceed an integer datatype.
             array = np.array([*map(int, flat)] if dtype.kind in "iu" else flat, dtype)
     except OverflowError:
         array = None
-    # Values that are too large have become infinity, as have JSON numbers such as 1e999 when Python parses them.
+    # Too large values have become infinity: in numpy, or, for numbers such as 1e999, when Python parsed the JSON.
     if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
@@ -220,10 +222,10 @@ def _is_whole(value: object) -> bool:
 
 
 def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
-    """Check that an output has at most `max_values` values: the rest of the response's limit after other outputs.
+    """Check that an output has at most `max_values` values, which is what other outputs have left of `MAX_VALUES`.
 
     Raises:
-        TooLarge: it has more.
+        TooLarge: the output has more values.
     """
     if array.size > max_values:
         raise TooLarge(

@@ -1,6 +1,7 @@
-"""TLS handshakes of all protocols: fair between peers, and limited to a share of the event loop's time.
+"""TLS handshakes of HTTP and gRPC: fair between peers, and limited to a share of the event loop's time.
 
-The limit matters because a client that replays one ClientHello has no work, but the gateway must sign each reply.
+The limit protects other clients: a client can replay one ClientHello without effort, but the gateway must sign each
+reply.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _log = logging.getLogger("weightd.gateway")
 Work = Callable[[], None]
 
 LOOP_SHARE = 0.25
-"""Part of the event loop's time that handshakes may take."""
+"""Maximum fraction of the event loop's time that handshakes may take."""
 
 MAX_HANDSHAKES = 1024
-"""Limit of connections with an incomplete handshake. A peer may have at most three times as many as remain free."""
+"""Maximum number of connections with an incomplete handshake. `FairLimit` limits the share of each peer."""
 
 MAX_STARTED = 64
-"""Limit of handshakes in progress, which take about 300 KB each; others wait. A peer's share is limited as above."""
+"""Maximum number of handshakes that have started. Each takes about 300 KB; further handshakes wait in a queue."""
 
 STARTED_TIMEOUT_S = 10.0
 """Seconds within which a handshake must complete after it has started."""
@@ -39,12 +40,12 @@ _LOG_INTERVAL_S = 10.0
 
 
 class FairThrottle:
-    """Runs work one piece at a time, with pauses that limit it to a share of the time. Pure: no I/O.
+    """Runs one piece of work after another, with pauses that limit the work to a share of the time. Pure: no I/O.
 
-    The next piece is taken from the peer that has used the least time.
+    The peer that has used the least time is next.
 
     Args:
-        share: part of the time that the work may take.
+        share: maximum fraction of the time that the work may take.
         call_later: schedules a function after a number of seconds.
         clock: returns the time in seconds.
     """
@@ -78,10 +79,10 @@ class FairThrottle:
 
 
 class HandshakeLimiter:
-    """Limits concurrent handshakes, with a queue for those beyond the limit. Pure: no I/O.
+    """Limits the number of concurrent handshakes, and queues further handshakes. Pure: no I/O.
 
     Args:
-        limit: concurrent handshakes; `FairLimit` bounds each peer's part of them.
+        limit: maximum number of concurrent handshakes. `FairLimit` limits the share of each peer.
     """
 
     def __init__(self, limit: int) -> None:
@@ -96,7 +97,7 @@ class HandshakeLimiter:
             self._waiting.put(key, begin)
 
     def release(self, key: str | None, begin: Work) -> None:
-        """End a handshake, or remove it from the queue, and start queued ones within the limit."""
+        """Remove a handshake that has ended or is still queued; start queued handshakes within the limit."""
         if self._waiting.remove(key, begin):
             return
         self._limit.release(key)
@@ -109,8 +110,8 @@ class Handshakes:
     """The TLS handshakes of all connections of this process.
 
     Args:
-        max_handshakes: limit of connections with an incomplete handshake.
-        max_started: limit of those whose handshake has started.
+        max_handshakes: maximum number of connections with an incomplete handshake.
+        max_started: maximum number of connections whose handshake has started, but is incomplete.
     """
 
     def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
@@ -139,8 +140,8 @@ class Handshakes:
             connection: a connected socket; it is closed if the handshake fails.
             peer: the peer of the connection.
             context: the TLS context of the server.
-            timeout_s: seconds to wait for the start of the handshake; it then has the same time, at most
-                `STARTED_TIMEOUT_S`, to complete.
+            timeout_s: seconds within which the handshake must start. After the start, the handshake must complete
+                within the same time, but at most `STARTED_TIMEOUT_S`.
             protocol_factory: creates the protocol; called after the handshake.
 
         Raises:
@@ -189,7 +190,8 @@ class Handshakes:
             loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
         )
         try:
-            # The task has installed asyncio's TLS protocol by then, which has not received any data yet.
+            # After this pass of the event loop, the task has installed asyncio's TLS protocol, which has not received
+            # data yet.
             await asyncio.sleep(0)
             inner = raw.get_protocol()
             raw.set_protocol(_ThrottledProtocol(raw, inner, connection, partial(self._runner.run, peer.key)))
@@ -210,7 +212,7 @@ def _call_later(seconds: float, work: Work) -> object:
 
 
 class _Paused(asyncio.Protocol):
-    """Does not read from the connection until the handshake starts."""
+    """First protocol of a connection: reads nothing, so that asyncio's TLS protocol gets all data."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).pause_reading()
@@ -290,7 +292,7 @@ class _EarlyData(asyncio.Protocol):
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        # asyncio may have scheduled this call before `hand_over`.
+        # asyncio may have scheduled this call before `hand_over`, when the connection had no other protocol.
         if self._protocol is not None:
             self._protocol.connection_lost(cast("Exception | None", exc))
 

@@ -1,9 +1,11 @@
-"""Conversion between frames and messages: protocol version 2 without sockets.
+"""Conversion between frames and messages of protocol version 2. No sockets.
 
-The first frame of a message is the envelope, a msgpack map with ``v`` (the protocol version), ``type`` (the tag of the
-message) and the fields of the message. If the message has tensors, the second frame is their description. It is the
-same for all messages with equal shapes, so it is validated once and then found by its bytes. It is followed by one
-frame for each tensor, in order. Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the
+The first frame of a message is the envelope: a msgpack map with ``v`` (the protocol version), ``type`` (the tag of the
+message type) and the fields of the message. A message with tensors has a second frame, the description of the tensors,
+which is followed by one frame for each tensor. All messages with equal shapes have the same description, so a
+description is validated once and later recognized by its bytes.
+
+Decoding trusts nothing that the peer sends. Every violation of the protocol is a `RemoteProtocolError` that names the
 field. A header frame with more items than a legal message of its type can have is rejected before it is unpacked
 (`preview`).
 """
@@ -46,39 +48,41 @@ _TAGS: Dict[Type[Any], str] = {
     cls: tag for table in (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD) for tag, cls in table.items()
 }
 
-# The type of the description, for each message type that has tensors.
+# The type of the field `description` of each message type that has tensors.
 _DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
     cls: field.metadata["description"] for cls in _TAGS for field in fields_of(cls) if "description" in field.metadata
 }
 
-# Added to the number of items that the fields of a message allow: for `v` and `type` of the envelope, and as a margin,
-# so that the check of the field itself rejects a list that is slightly too long.
+# Number of msgpack items that a header may have beyond the items of the message's fields. They cover `v` and `type` of
+# the envelope. The margin lets a slightly too long list reach the check of its field, whose error names the field.
 _EXTRA_ITEMS = 64
 
-# Cached descriptions by their bytes: the number of shapes in use. The descriptions and the objects made of them take
-# about 8 MiB at most, and the envelopes as much again. Descriptions longer than `_MAX_CACHED_DESCRIPTION_BYTES` are not
-# cached.
+# Limits of the cached descriptions: number, total bytes, and bytes of one description. Every combination of shapes in
+# use needs one description. The descriptions, with the objects made from them, take at most about 8 MiB; the cached
+# envelopes take as much again.
 _MAX_CACHED = 1024
 _MAX_CACHED_BYTES = 2 * 1024 * 1024
 _MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024
 
-# numpy and the engines count the elements of a tensor in an int64, leaving out dimensions of 0.
+# Limit for the product of a tensor's item size and its dimensions other than 0. numpy and the engines compute this
+# product as an int64, even for a tensor without elements.
 _MAX_EXTENT = 2**63
 
 
 class Decoder(Generic[M]):
-    """Decoder for the messages of a peer, with a cache: most messages differ only in their id and their tensors.
+    """Decodes the messages of a peer, with a cache. Most messages differ only in their id and their tensors.
 
-    Equal bytes of a description yield the same object, which is immutable. The cache is limited; the oldest entries are
-    dropped first.
+    Descriptions with equal bytes are decoded to the same object, which is immutable. The cache has limits; it drops the
+    oldest entries first.
 
     Args:
-        table: message types that the peer may send, by tag; exactly one of them has a description.
-        max_bytes: the largest accepted header frame.
+        table: the message types that the peer may send, by tag. Exactly one of these types has a description.
+        max_bytes: the maximum size of a header frame in bytes.
         max_cached: the maximum number of cached descriptions, and of cached envelopes.
-        max_items_for: called with the sender and the leading fields (`preview.leading_fields`) of a long description
-            that is not cached. Returns the largest number of items that the description may have, or None for the limit
-            of the protocol. May raise an error to reject the message without decoding the rest of it.
+        max_items_for: a function that limits the items of a description, called for each long description that is not
+            cached, with the sender and the leading fields of the description (`preview.leading_fields`). It returns the
+            maximum number of msgpack items, or None for the limit of the protocol. It may raise an error to reject the
+            message before the rest is decoded.
     """
 
     def __init__(
@@ -96,23 +100,24 @@ class Decoder(Generic[M]):
         [self._described_type] = [cls for cls in table.values() if cls in _DESCRIPTION_TYPES]
         self._splitter = envelope_cache.SPLITTERS[self._described_type]
         self._id_field, self._split_envelope, _ = self._splitter
-        # Descriptions by their bytes, and the total size of the keys.
+        # The cached descriptions by their bytes, and the total size of these bytes.
         self._descriptions: Dict[bytes, Any] = {}
         self._description_bytes = 0
-        # All fields of a message except its number or id, and the lengths of its tensor frames, by the bytes of the
-        # description and the rest of the envelope.
+        # Cached envelopes. The key is the bytes of the description and the envelope without its id
+        # (`EnvelopeSplitter`). The value is all fields of the message except its id, and the lengths of its tensor
+        # frames.
         self._envelopes: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
         self._envelope_bytes = 0
 
     def decode(self, frames: Sequence[Any], sender: object = None) -> M:
-        """Return the message of `frames`, like the function `decode`. The header frames must be `bytes`.
+        """Return the message of `frames`, like the function `decode` of this module. The header frames must be `bytes`.
 
         Args:
-            frames: header frames and tensor frames.
-            sender: passed to `max_items_for`.
+            frames: the header frames and the tensor frames of a message.
+            sender: the sender of the message, passed to `max_items_for`.
 
         Raises:
-            RemoteProtocolError: the frames are not such a message.
+            RemoteProtocolError: the frames are not a message of a type in `table`.
         """
         try:
             first, rest = self._split_envelope(frames[0])
@@ -128,11 +133,11 @@ class Decoder(Generic[M]):
         return message
 
     def _decode_slowly(self, frames: Sequence[Any], sender: object) -> M:
-        """Decode a message that is not in the cache, and cache it if possible."""
+        """Decode a message whose envelope is not cached, and cache its description and envelope if they are small."""
         frame = frames[1] if len(frames) > 1 else b""
         description = self._descriptions.get(frame)
         max_items = None
-        # The second frame of a message without a description may contain anything.
+        # Limit only real descriptions. If the message has no description, the second frame may contain anything.
         if description is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
             max_items = self._max_items_for(sender, preview.leading_fields(frame))
         message = _decode(frames, self._table, description, self._max_bytes, max_items)
@@ -166,19 +171,21 @@ class Decoder(Generic[M]):
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
-    """Return the header frames of `message`. The caller adds the tensor frames.
+    """Return the header frames of `message`: the envelope and, if it has tensors, their description.
+
+    The caller appends the tensor frames.
 
     Raises:
-        LocalProtocolError: `message` is not a message type, a field has a value that the peer would reject, or a header
-            frame is too long.
+        LocalProtocolError: `message` is not an instance of a message type, a field has a value that the peer would
+            reject, or a header frame is too long.
     """
     cls = message.__class__
     writer = envelope_cache.WRITERS.get(cls)
     envelope = None if writer is None else writer(message)
     if envelope is not None:
         description = message.description
-        # The bytes in which the description was received or sent before. An envelope from a writer is shorter than any
-        # limit.
+        # The frame in which this process received or sent the same description before. The envelope needs no size
+        # check, because a writer creates only short envelopes.
         known_frame: Optional[bytes] = getattr(description, "_frame", None)
         if known_frame is not None and len(known_frame) <= max_bytes and type(description) is _DESCRIPTION_TYPES[cls]:
             return [envelope, known_frame]
@@ -199,7 +206,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
 
 
 def _description_frame(message: Any) -> bytes:
-    """Return the encoded description, reusing the bytes in which it was received or sent before."""
+    """Return the encoded description. If it was received or sent before, return the same bytes again."""
     description = message.description
     if type(description) is not _DESCRIPTION_TYPES[type(message)]:
         raise FieldError(
@@ -216,18 +223,19 @@ def _description_frame(message: Any) -> bytes:
 
 
 def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES) -> M:
-    """Return the message of `frames`, one of the types in `table`.
+    """Return the message of `frames`, an instance of one of the types in `table`.
 
-    Tensor frames are only measured, never read or copied. Unknown fields are ignored in messages of the daemon, because
-    a later daemon may send more fields.
+    This function only measures tensor frames; it does not read or copy them. Unknown fields in messages of the daemon
+    are ignored, because a newer daemon may send additional fields.
 
     Args:
-        frames: header and tensor frames without a routing prefix, each with a length in bytes and the buffer interface.
-        table: message types that the peer may send, by tag.
-        max_bytes: the largest accepted header frame.
+        frames: the header frames and tensor frames, without a ZeroMQ routing prefix. Each frame has a length in bytes
+            and the buffer interface.
+        table: the message types that the peer may send, by tag.
+        max_bytes: the maximum size of a header frame in bytes.
 
     Raises:
-        RemoteProtocolError: the frames are not such a message.
+        RemoteProtocolError: the frames are not a message of a type in `table`.
     """
     return _decode(frames, table, None, max_bytes, None)
 
@@ -239,17 +247,18 @@ def _decode(
     max_bytes: int,
     max_description_items: Optional[int],
 ) -> M:
-    """Decode a message. `known_description` is its description if that is cached."""
+    """Decode a message. `known_description` is its description if the description is cached, otherwise None."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
-    # A tolerant peer may receive any number of unknown fields.
+    # Clients tolerate unknown fields of the daemon, and any number of them, so the items of the envelope are not
+    # limited.
     is_tolerant = table is TO_CLIENT
     is_bounded = not is_tolerant and len(frames[0]) > preview.SHORT_BYTES
     try:
         fields = _unpack(frames[0], max_bytes, _max_envelope_items(frames[0], table) if is_bounded else None)
     except FieldError as error:
         raise RemoteProtocolError(f"envelope: {error}", heading(frames).id) from None
-    # Kept for the error response, whatever happens to the fields.
+    # Read the id first: an error response needs it even if the message is invalid, and decoding modifies `fields`.
     request_id = fields.get("id")
     try:
         message = _decode_message(fields, table, tolerant=is_tolerant)
@@ -277,25 +286,25 @@ def _decode(
 
 
 def type_name(message: Any) -> str:
-    """Return the tag of a message, its type in the envelope."""
+    """Return the tag of a message: the value of `type` in its envelope."""
     return _TAGS[type(message)]
 
 
 class EnvelopeHeading(NamedTuple):
-    """Type and id of a message that was not decoded. Each is "" if it is not a leading field of the envelope."""
+    """Type and id of a message that was not decoded. A value is "" if it is not a leading field of the envelope."""
 
     type: str
     id: str
 
 
 def heading(frames: Sequence[Any]) -> EnvelopeHeading:
-    """Return type and id of a message, at a cost that does not depend on its length."""
+    """Return type and id of a message without decoding it. The cost does not depend on the length of the message."""
     fields = preview.leading_fields(frames[0]) if frames else {}
     return EnvelopeHeading(_readable_id(fields.get("type")), _readable_id(fields.get("id")))
 
 
 def max_request_items(inputs: int, outputs: int) -> int:
-    """Return the largest number of items in the description of a request with this many inputs and outputs."""
+    """Return the maximum number of msgpack items in a request's description with this many inputs and outputs."""
     surplus_inputs, surplus_outputs = limits.MAX_TENSORS - inputs, limits.MAX_TENSORS - outputs
     surplus = surplus_inputs * max_record_items(TensorSpec) + surplus_outputs
     return _EXTRA_ITEMS + max_record_items(RequestDescription) - surplus
@@ -334,8 +343,9 @@ def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, A
     if problem:
         raise FieldError(problem)
     try:
-        # The length of a text is limited by the frame. The unpacker allocates a list or map with the claimed length,
-        # again at each level of nesting, hence these limits. The unpacker itself limits the depth.
+        # The frame itself limits the length of a text. For a list or map, the unpacker allocates the length that the
+        # frame announces, at each level of nesting; the limits below bound this memory. The unpacker itself limits the
+        # depth of nesting.
         fields: Any = msgpack.unpackb(
             frame,
             object_pairs_hook=_unique_map,
@@ -353,7 +363,7 @@ def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, A
 
 
 def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
-    # msgpack passes a list, or an iterator in its pure Python version.
+    # msgpack passes a list of pairs; its pure Python version passes an iterator.
     listed = list(pairs)
     fields = dict(listed)
     if len(fields) != len(listed):
@@ -382,7 +392,7 @@ def _decode_message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tol
 
 
 def _framed_tensors(tensors: Sequence[TensorSpec], shared_positions: Sequence[int]) -> Sequence[TensorSpec]:
-    """Return the tensors that have a frame."""
+    """Return the tensors that have a frame, which are those not in shared memory."""
     if max(shared_positions) >= len(tensors) or len({*shared_positions}) < len(shared_positions):
         listed = ", ".join(map(str, shared_positions))
         raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
@@ -390,7 +400,7 @@ def _framed_tensors(tensors: Sequence[TensorSpec], shared_positions: Sequence[in
 
 
 def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:
-    """Return the error for frames that do not have the described sizes."""
+    """Return the error for tensor frames whose number or sizes do not match the description."""
     if len(frames) != len(tensors):
         return FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames)}").at("frames")
     index = next(index for index, tensor in enumerate(tensors) if len(frames[index]) != tensor.nbytes)
@@ -398,7 +408,7 @@ def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> Field
 
 
 def _extent(tensor: TensorSpec) -> int:
-    """Return the size of the tensor in bytes with dimensions of 0 left out."""
+    """Return the size of the tensor in bytes if each dimension of 0 were 1."""
     return replace(tensor, shape=tuple(dim for dim in tensor.shape if dim)).nbytes
 
 
@@ -408,14 +418,14 @@ def _tensor_error(index: int, tensor: TensorSpec, problem: str) -> FieldError:
 
 
 def _readable_id(request_id: object) -> str:
-    """Return the id for an error response, "" if the envelope has no valid one."""
+    """Return the id for an error response, or "" if the envelope has no valid id."""
     if type(request_id) is not str or len(request_id.encode()) > limits.MAX_ID_BYTES:
         return ""
     return request_id
 
 
 def clip(text: str, max_bytes: int = limits.MAX_TEXT_BYTES) -> str:
-    """Return `text` truncated to `max_bytes` bytes of UTF-8; the default is the limit for an error text."""
+    """Return `text`, truncated if necessary to `max_bytes` bytes of UTF-8. The default is the limit for error texts."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= max_bytes:
         return raw.decode("utf-8")

@@ -1,7 +1,7 @@
-"""Tensor datatypes of the protocol: the only table of names, element sizes and numpy dtypes.
+"""Tensor datatypes of the protocol: names, element sizes and numpy dtypes.
 
-The names are taken from the Open Inference Protocol v2. Protocol version 2 does not include BYTES and BF16, because
-their elements have no fixed size or no numpy dtype.
+The names are taken from the Open Inference Protocol v2. Protocol version 2 has no BYTES, whose elements have no fixed
+size, and no BF16, which has no numpy dtype.
 
 To add a datatype, add it here and in every other place that names datatypes:
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Dict
 
-# Data types in the notation of numpy's array interface: byte order, kind and element size in bytes.
+# The numpy dtype of each datatype, as a string of numpy's array interface: byte order, kind and element size in bytes.
 NUMPY_DTYPE: Dict[str, str] = {
     "BOOL": "|b1",
     "UINT8": "|u1",

@@ -1,9 +1,10 @@
-"""Fast encoding and decoding of the envelopes of inference messages, of which there are thousands in a second.
+"""Fast encoding and decoding of the envelopes of inference messages, of which thousands are exchanged per second.
 
-Such an envelope consists of the number or id of its message, which always differs, and a rest that many envelopes
-share: the type, the parameters and the locations of tensors. msgpack and the schema decode a rest once; after that it
-is found by its bytes. Envelopes of any other form are left to msgpack and the schema, which yield the same result in
-four times the time.
+Such an envelope consists of two parts: the id of the message (a text, or a number between daemon and worker), which
+differs in every message, and the rest, which is equal in many messages: type, parameters and locations of tensors.
+msgpack and the schema process a rest only once. Later, the decoder finds the decoded fields by the bytes of the rest,
+and the encoder reuses these bytes. Envelopes of any other form are processed by msgpack and the schema, with the same
+result in four times the time.
 """
 
 from __future__ import annotations
@@ -18,32 +19,34 @@ from weightd_protocol import limits
 from weightd_protocol.messages.inference import Infer, InferResponse
 from weightd_protocol.messages.worker import Predict, PredictResult
 
-# A longer rest is not cached.
+# Maximum size of a cached rest in bytes. A longer rest is decoded again for each message.
 _MAX_REST_BYTES = 512
 
-# The smallest number that msgpack writes in eight bytes. The daemon's numbers are larger.
+# Smallest message number that this module encodes. msgpack writes numbers from 2**32 on in eight bytes, and the numbers
+# that the daemon assigns are larger than that.
 _MIN_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
-# A text of n bytes, with n below 32, begins with the byte 0xA0 + n; a list of n items, with n below 16, begins with the
-# byte 0x90 + n. A position takes one byte.
+# The first byte of a msgpack text of n < 32 bytes is 0xA0 + n. The first byte of a list of n < 16 items is 0x90 + n. An
+# item that is the position of a tensor takes one byte.
 _SHORT_TEXT, _SHORT_BYTES = 0xA0, 32
 _SHORT_LIST, _SHORT_ITEMS = 0x90, 16
 
 _NO_SPLIT = None, b""
 
-# The attribute of a parameters or regions object that holds its encoded bytes: the end of an envelope.
+# Attribute of a parameters or regions object in which `remember_tail` stores the object's encoded bytes. They are the
+# end of an envelope.
 _TAIL_KEY = "_tail"
 
 
 class EnvelopeSplitter(NamedTuple):
-    """Splits the envelopes of one message type.
+    """Splits the envelopes of one message type into the id of the message and the rest.
 
     Attributes:
-        field: the name of the field with the number or id.
-        split: returns the number or id, and the rest of an envelope; the rest is empty if the envelope has another
-            form.
-        type_prefix: the start of the rest up to the number or id, without the first byte, which counts the fields.
+        field: the name of the field with the id: `id`, or `request` for a number.
+        split: returns the id and the rest of an envelope. The rest is empty if the envelope has another form.
+        type_prefix: the part of the rest before the id, without the first byte of the envelope, which holds the number
+            of fields.
     """
 
     field: str
@@ -52,17 +55,17 @@ class EnvelopeSplitter(NamedTuple):
 
 
 def shared_rest(splitter: EnvelopeSplitter, envelope: bytes) -> Optional[bytes]:
-    """Return the part of an envelope that others may share, or None if it has no such part."""
+    """Return the rest of an envelope, or None if the rest cannot be cached."""
     _, rest = splitter.split(envelope)
     return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(splitter.type_prefix, 1) else None
 
 
 def remember_tail(envelope: bytes, message: Any) -> None:
-    """Store the end of an envelope with the parameters or regions of its message, to be reused with them."""
+    """Store the encoded bytes of a message's parameters or regions in this object, for use in later messages."""
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
     if cls is Predict and (message.step or message.model_index):
-        return  # step and model_index may differ in the next message
+        return  # These fields are part of the same bytes, and may differ in the next message
     splitter = SPLITTERS.get(cls)
     rest = None if splitter is None or shared is None else shared_rest(splitter, envelope)
     if splitter is not None and rest is not None:
@@ -70,7 +73,7 @@ def remember_tail(envelope: bytes, message: Any) -> None:
 
 
 def _pack_head(tag: str, **first: object) -> bytes:
-    """Return an envelope with a single field."""
+    """Return an envelope whose only field is `first`."""
     packed: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **first})
     return packed
 
@@ -105,7 +108,7 @@ def _splitter_by_text(cls: Type[Any], tag: str) -> EnvelopeSplitter:
             return _NO_SPLIT
         end = after + first % _SHORT_BYTES
         text = envelope[after:end]
-        # The text is short, complete, not empty and really a text.
+        # Check that the id is a short text that is not empty, and that it is complete.
         if not text or first != _SHORT_TEXT + len(text) or not text.isascii():
             return _NO_SPLIT
         return text.decode(), envelope[:begin] + envelope[end:]
@@ -122,7 +125,7 @@ SPLITTERS: Dict[Type[Any], EnvelopeSplitter] = {
 
 
 def _type_prefixes(cls: Type[Any]) -> Tuple[bytes, bytes]:
-    """Return the start of an envelope that ends with the number or id, and of one with one more field."""
+    """Return the beginnings of envelopes up to the id: of one that ends with the id, and of one with another field."""
     head = SPLITTERS[cls].type_prefix
     return bytes([0x83]) + head, bytes([0x84]) + head
 
@@ -184,7 +187,10 @@ def _write_infer(message: Infer) -> Optional[bytes]:
 
 
 def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
-    """Encode a short tuple of positions with the name of its field. Return None if it has another form."""
+    """Encode the field `shared_outputs`, a tuple of positions.
+
+    Return None if there are too many or invalid positions.
+    """
     if positions.__class__ is not tuple or len(positions) >= _SHORT_ITEMS:
         return None
     for each in positions:
@@ -193,7 +199,8 @@ def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
     return _SHARED_OUTPUTS_PREFIXES[len(positions)] + bytes(positions)
 
 
-# Functions that return the envelope of a message, or None if it has another form or a field may be invalid.
+# A function for each message type that returns a message's envelope. It returns None if the envelope has another form,
+# or if a field may be invalid.
 WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
     Infer: _write_infer,
     InferResponse: _write_response,

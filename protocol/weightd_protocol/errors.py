@@ -1,4 +1,4 @@
-"""Exceptions of weightd and their error codes.
+"""Exceptions of weightd, and the error codes of the protocol.
 
 ::
 
@@ -18,7 +18,8 @@
         ├── Cancelled              CANCELLED            the client cancelled the request
         └── Internal               INTERNAL             the engine or weightd failed
 
-weightd uses the codes of gRPC (https://grpc.io/docs/guides/status-codes/), so a gateway can pass them on unchanged.
+weightd uses the error codes of gRPC (https://grpc.io/docs/guides/status-codes/), so a gateway can return them
+unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RemoteProtocolError(ProtocolError):
     """The peer sent data that violates the protocol.
 
     Attributes:
-        request_id: the id of the affected request, "" if it could not be read.
+        request_id: the id of the request that the data belonged to; "" if the data had no readable id.
     """
 
     def __init__(self, text: str, request_id: str = "") -> None:
@@ -51,11 +52,11 @@ class RemoteProtocolError(ProtocolError):
 
 
 class RequestError(WeightdError):
-    """A request failed.
+    """A request failed. Each error code of the protocol has a subclass.
 
     Attributes:
-        code: the gRPC name of the error code.
-        retry_after: seconds after which the same request may succeed; None if unknown.
+        code: the name of the error code in gRPC, such as "NOT_FOUND".
+        retry_after: seconds after which the same request may succeed; None if the daemon does not know this.
     """
 
     code: ClassVar[str] = ""
@@ -96,7 +97,7 @@ class Unavailable(RequestError):
 
 
 class FailedPrecondition(RequestError):
-    """The model is unavailable and waiting does not help. The text says what must be changed first."""
+    """The model is unavailable, and waiting does not help. The error text says what an operator must change first."""
 
     code = "FAILED_PRECONDITION"
 
@@ -143,7 +144,7 @@ ERRORS: Dict[str, Type[RequestError]] = {
 
 
 def request_error(code: str, text: str, *, retry_after: Optional[float] = None) -> RequestError:
-    """Return the exception for an error code of the protocol.
+    """Return an exception of the subclass of `RequestError` for an error code.
 
     Raises:
         KeyError: `code` is not in `ERRORS`.

@@ -1,14 +1,14 @@
-"""Framing of messages in a byte stream: frame count, frame lengths, frames. No I/O.
+"""Framing of messages in a byte stream. No I/O.
 
-A message is a list of frames. In a stream it is written as ::
+A message is a list of frames. In a byte stream a message is written as ::
 
     count     unsigned 32-bit integer, little-endian: 1 to MAX_FRAMES
     lengths   `count` integers of the same type
     frames    one after another, without padding
 
-All limits are checked before any byte of a frame is stored. An invalid count or an oversized frame ends the stream,
-because the start of the next message is then unknown. A message with an oversized header is read to its end, dropped
-and reported.
+`FrameReader` checks all limits before it stores any byte of a frame. After an invalid count or an oversized frame
+nothing more can be read from the stream, because the start of the next message is unknown. A message with an oversized
+header is read to its end; the reader drops its frames and returns it as incomplete.
 """
 
 from __future__ import annotations
@@ -24,39 +24,41 @@ from weightd_protocol.errors import RemoteProtocolError
 
 MAX_FRAMES = limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS
 
-# A frame of at least this length is read directly into its final buffer instead of being copied there.
+# A frame of at least this many bytes is read from the socket directly into its own buffer, without copying it there.
 LARGE_BYTES = 64 * 1024
 
-# Memory for longer frames comes from the kernel, which allocates pages only when they are written: announcing a long
-# frame costs nothing. For shorter frames the allocator's memory is reused faster.
+# Frames of at least this many bytes are stored in memory from mmap. The kernel allocates its pages only when they are
+# written, so a peer that only announces a long frame costs no memory. For shorter frames the allocator is faster,
+# because it reuses memory.
 _MMAP_THRESHOLD_BYTES = 4 * 1024 * 1024
 
-# The kernel accepts 1,024 chunks in one call.
+# Maximum number of chunks for one call of sendmsg. The kernel accepts 1,024.
 _MAX_CHUNKS = 256
 
 _COUNT = struct.Struct("<I")
 _LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
 
-# Functions that pack the prefix of a message (frame count and lengths), by the frame count.
+# For each frame count, the function that packs the prefix of a message: the frame count and the frame lengths.
 PREFIX_PACKERS: Dict[int, Callable[..., bytes]] = {
     count: struct.Struct(f"<{1 + count}I").pack for count in range(1, MAX_FRAMES + 1)
 }
 
-# For small messages: the function that splits all frames at once, and their lengths, by the prefix of the message. The
-# oldest entries are dropped first.
+# Layouts of small messages that were received before, by the prefix of the message. Each entry has a function that
+# splits the message into its frames, and the lengths of the frames. The oldest entries are dropped first.
 _KNOWN_LAYOUTS: Dict[bytes, Tuple[Callable[[bytes], Tuple[bytes, ...]], Tuple[int, ...]]] = {}
 _MAX_KNOWN_LAYOUTS = 1024
 
-# Destination for bytes that are dropped.
+# Buffer for bytes that are read only to be dropped.
 _DISCARD_BUFFER = memoryview(bytearray(256 * 1024))
 
 
 class Message(NamedTuple):
-    """A received message.
+    """A message received from a stream.
 
     Attributes:
-        frames: all frames; of a message that was too long, the frames before the first dropped one.
-        lengths: the announced lengths of all frames.
+        frames: all frames of the message. If some were dropped because they were too long or not admitted, only the
+            frames before the first dropped one.
+        lengths: the lengths of all frames, also of dropped ones, as the sender announced them.
     """
 
     frames: Sequence[Any]
@@ -64,16 +66,16 @@ class Message(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether no frame was dropped."""
+        """Whether all frames of the message were kept."""
         return len(self.frames) == len(self.lengths)
 
 
-# The constructor of the named tuple without the overhead of a Python function.
+# Constructor of `Message`, without the cost of the Python function that a named tuple has as its constructor.
 _new_message: Callable[[Type[Message], Tuple[Sequence[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
 
 
 def message_prefix(frames: Sequence[Any]) -> bytes:
-    """Return the prefix of a message: its frame count and frame lengths."""
+    """Return the bytes with which a message begins in a stream: its frame count and frame lengths."""
     return PREFIX_PACKERS[len(frames)](len(frames), *map(len, frames))
 
 
@@ -84,22 +86,24 @@ def _admit_all(nbytes: int) -> bool:
 class FrameReader:
     """Parses the messages in a byte stream.
 
-    A header frame is always returned as `bytes`, any other frame as an object with the buffer interface.
+    Header frames are always returned as `bytes`, tensor frames as objects with the buffer interface.
 
     Args:
-        max_header_bytes: the limit for a header frame. Of a message with a longer one, that frame and all later frames
-            are dropped.
-        max_frame_bytes: the limit for any frame. A longer one is a protocol violation.
-        admit: called with the size of a message that has not arrived completely or is larger than a header may be. If
-            it returns False, only the header frames are kept.
-        max_messages: the maximum number of messages returned at once. The bytes of further messages are kept.
+        max_header_bytes: the maximum size of a header frame. If a header frame is longer, the reader drops this frame
+            and all later frames of the message.
+        max_frame_bytes: the maximum size of any frame. A longer frame is a protocol violation.
+        admit: a function that decides whether the tensor frames of a large message are kept. It is called with the size
+            of each message that is larger than a header may be, or that has not arrived completely. If it returns
+            False, the tensor frames are dropped.
+        max_messages: the maximum number of messages that one call returns. The reader keeps the bytes of further
+            messages.
 
     Attributes:
-        is_backlogged: whether kept bytes may contain complete messages. Call `receive` again to get them, even without
-            new data.
-        admitted_bytes: the admitted size of the message in progress; 0 if there is no such message or it is being
+        is_backlogged: whether the reader keeps bytes that may contain complete messages. Call `receive` again to get
+            these messages, even if no new data has arrived.
+        admitted_bytes: the size of the message that is being received; 0 between messages, or if the frames are being
             dropped.
-        missing_bytes: bytes still missing from the frame in progress; 0 if there is no such frame.
+        missing_bytes: the number of bytes that are missing from the frame that is being received; 0 between frames.
     """
 
     def __init__(
@@ -113,38 +117,39 @@ class FrameReader:
         self.admitted_bytes = self.missing_bytes = 0
         self._max_header_bytes = max_header_bytes
         self._max_frame_bytes = max_frame_bytes
-        # In a message of at most this size no frame can exceed a limit.
+        # Fast path: in a message of at most this size, no frame can exceed a limit.
         self._fast_path_bytes = min(max_header_bytes, max_frame_bytes)
         self._admit = admit
         self._max_messages = max_messages
-        # The beginning of a message whose lengths have not arrived completely; with a backlog, the bytes of further
-        # messages.
+        # Bytes that are not parsed yet: the beginning of a message whose lengths have not arrived completely or, if
+        # `is_backlogged`, further messages.
         self._unparsed = b""
-        # State of the message in progress: its lengths, () if there is no such message; the frames so far; the number
-        # of frames to keep; and the buffer of the frame in progress, None if that frame is dropped.
+        # State of the message that is being received: the lengths of its frames, () between messages; the frames
+        # received so far; the number of frames to keep; and the buffer of the current frame, None if that frame is
+        # dropped.
         self._lengths: Tuple[int, ...] = ()
         self._frames: List[Any] = []
         self._kept_frames = 0
         self._buffer: Any = None
-        # The index of the frame in progress, including dropped frames.
+        # The index of the current frame in its message. Dropped frames count.
         self._frame_index = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message is in progress."""
+        """Whether the stream is between two messages."""
         return not (self._lengths or self._unparsed)
 
     def read_buffer(self) -> memoryview:
-        """Return the buffer for the next bytes. Use it if `missing_bytes` is at least LARGE_BYTES.
+        """Return the buffer into which the caller must read the next bytes of a long frame. Then call `on_filled`.
 
-        After reading into it, call `on_filled`. In all other cases pass the bytes to `receive`.
+        Use this method if `missing_bytes` is at least `LARGE_BYTES`. Otherwise read into any buffer and call `receive`.
         """
         if self._buffer is None:
             return _DISCARD_BUFFER[: self.missing_bytes]
         return memoryview(self._buffer)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> List[Message]:
-        """Record that `count` bytes were read into `read_buffer`. Return the message if it is now complete."""
+        """Record that `count` bytes were read into `read_buffer`. Return the message if that completed it."""
         messages: List[Message] = []
         self.missing_bytes -= count
         if not self.missing_bytes:
@@ -152,10 +157,10 @@ class FrameReader:
         return messages
 
     def receive(self, data: bytes) -> List[Message]:
-        """Parse the next bytes of the stream and return the messages that they complete.
+        """Parse the next bytes of the stream. Return the messages that are now complete.
 
         Raises:
-            RemoteProtocolError: the framing is invalid, so the rest of the stream cannot be parsed.
+            RemoteProtocolError: the framing is invalid, so the remaining stream cannot be parsed.
         """
         if self._lengths:
             messages: List[Message] = []
@@ -163,7 +168,7 @@ class FrameReader:
         if self._unparsed:
             data = self._unparsed + data
         elif len(data) <= self._fast_path_bytes:
-            # Usually the data is exactly one message with the same prefix as an earlier one.
+            # Fast path: usually the data is exactly one message, with the same prefix as an earlier message.
             try:
                 unpack, lengths = _KNOWN_LAYOUTS[data[: 4 * (1 + data[0])]]
                 return [_new_message(Message, ([*unpack(data)], lengths))]
@@ -218,7 +223,10 @@ class FrameReader:
         self._buffer, self.missing_bytes = None, 0
 
     def _fill_frames(self, data: bytes, position: int, messages: List[Message]) -> int:
-        """Store bytes in the frames of the message in progress, up to its end. Return the next position."""
+        """Copy bytes from `data` to the frames of the current message.
+
+        Return the position in `data` after the last used byte.
+        """
         view = memoryview(data)
         while True:
             if not self.missing_bytes and self._next_frame():
@@ -235,7 +243,7 @@ class FrameReader:
             position += taken
 
     def _next_frame(self) -> bool:
-        """Finish the current frame and start the next one. Return True if it was the last."""
+        """Finish the current frame and start the next frame. Return True if the message has no further frame."""
         if self._buffer is not None:
             small = len(self._buffer) < LARGE_BYTES or self._frame_index < limits.MAX_HEADER_FRAMES
             self._frames.append(bytes(self._buffer) if small else self._buffer)
@@ -251,30 +259,31 @@ class FrameReader:
 
 def _remember_layout(prefix: bytes, lengths: Tuple[int, ...]) -> None:
     if len(_KNOWN_LAYOUTS) >= _MAX_KNOWN_LAYOUTS:
-        _KNOWN_LAYOUTS.pop(next(iter(_KNOWN_LAYOUTS)), None)  # another thread may have removed it first
+        # Another thread may have removed the oldest entry meanwhile
+        _KNOWN_LAYOUTS.pop(next(iter(_KNOWN_LAYOUTS)), None)
     layout = struct.Struct(f"{len(prefix)}x{''.join([f'{length}s' for length in lengths])}")
     _KNOWN_LAYOUTS[prefix] = layout.unpack, lengths
 
 
 def allocate(nbytes: int) -> Any:
-    """Return a buffer of zeros. The pages of a large one are allocated only when they are written."""
+    """Return a buffer of zeros. The kernel allocates the pages of a large buffer only when they are written."""
     return bytearray(nbytes) if nbytes < _MMAP_THRESHOLD_BYTES else mmap.mmap(-1, nbytes)
 
 
 class FrameWriter:
-    """Outgoing bytes of a stream.
+    """Queue of the bytes that are to be written to a stream.
 
     Attributes:
-        nbytes: the number of bytes that have not been written.
+        nbytes: the number of queued bytes that have not been written.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        # Each chunk with the descriptors to send with its first byte.
+        # The queued chunks. Each comes with the file descriptors that must be sent with its first byte.
         self._chunks: Deque[Tuple[Any, Sequence[int]]] = deque()
 
     def put(self, chunks: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
-        """Add chunks. They are not copied and must not change before they are written."""
+        """Queue chunks of bytes. They are not copied, so the caller must not change them before they are written."""
         for chunk in chunks:
             if len(chunk):
                 self._chunks.append((chunk, descriptors))
@@ -282,7 +291,7 @@ class FrameWriter:
                 descriptors = ()
 
     def next_chunks(self) -> Tuple[List[Any], Sequence[int]]:
-        """Return the chunks that can be written by one call, and the descriptors to send with them."""
+        """Return the chunks for the next call of sendmsg, and the file descriptors to send with them."""
         chunks: List[Any] = []
         for chunk, descriptors in self._chunks:
             if chunks and (descriptors or len(chunks) == _MAX_CHUNKS):
@@ -291,7 +300,10 @@ class FrameWriter:
         return chunks, self._chunks[0][1] if chunks else ()
 
     def on_written(self, count: int) -> None:
-        """Remove `count` written bytes. The descriptors of the first chunk were sent with them."""
+        """Remove the first `count` bytes from the queue, because they were written.
+
+        Their descriptors have been sent.
+        """
         self.nbytes -= count
         while count:
             first, _ = self._chunks.popleft()
@@ -300,7 +312,7 @@ class FrameWriter:
             count -= min(count, len(first))
 
     def clear(self) -> List[int]:
-        """Drop all chunks, and return the descriptors that were never sent."""
+        """Drop all chunks. Return the file descriptors that have not been sent, so that the caller can close them."""
         descriptors = [each for _, several in self._chunks for each in several]
         self.nbytes = 0
         self._chunks.clear()

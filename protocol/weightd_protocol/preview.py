@@ -1,10 +1,11 @@
-"""Inspection of untrusted header frames before msgpack creates objects from them.
+"""Checks of untrusted header frames before msgpack creates objects from them.
 
-The cost of unpacking depends on the number of items, not on the number of bytes: 64 KiB can hold 65,000 empty maps,
-each of which costs as much as a field of a legal message. So every header frame that is not short is scanned first. The
-scan stops as soon as the frame contains or announces more items than its message may have.
+The cost of unpacking a frame depends on the number of its items, not on its bytes: 64 KiB can hold 65,000 empty maps,
+each of which costs as much as a field of a legal message. So every header frame longer than `SHORT_BYTES` is scanned
+before it is unpacked. The scan stops when the frame contains or announces more items than a message of its type may
+have.
 
-Each value is an item, and so is each key of a map. A list or map itself counts as `limits.CONTAINER_ITEMS`.
+Each value counts as one item, and so does each key of a map. A list or map itself counts as `limits.CONTAINER_ITEMS`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import msgpack
 
 from weightd_protocol import limits
 
-# A frame of this size is cheap to unpack whatever it contains, so it is not scanned.
+# Frames of at most this many bytes are not scanned, because they are cheap to unpack whatever they contain.
 SHORT_BYTES = 512
 
-# Limits for `leading_fields`: type, id and model name fit several times.
+# Maximum number of bytes and of fields that `leading_fields` inspects. Type, id and model name fit several times.
 _MAX_FRONT_BYTES = 512
 _MAX_FRONT_FIELDS = 4
 
@@ -29,7 +30,10 @@ _COUNTS: Mapping[int, Callable[..., Tuple[Any, ...]]] = {
 
 
 def _lengths() -> List[int]:
-    """Return the length of an item without nested items by its first byte; 0 if further bytes determine the length."""
+    """Return a table of the lengths of msgpack items by their first byte.
+
+    The length is 0 if it depends on further bytes, or if the item contains other items.
+    """
     lengths = [0] * 256
     lengths[0x00:0x80] = [1] * 0x80  # positive fixint
     lengths[0xA0:0xC0] = range(1, 33)  # fixstr
@@ -41,14 +45,15 @@ def _lengths() -> List[int]:
 
 _LENGTHS = _lengths()
 
-# By the first byte of an item: the size of the length field after it. That field contains the number of following
-# bytes.
+# Size of the length field of a msgpack item, by the item's first byte. The length field follows the first byte. It
+# holds the number of bytes that follow.
 _COUNTED: Mapping[int, int] = {
     **{0xC4 + index: 2**index for index in range(3)},  # bin
     **{0xD9 + index: 2**index for index in range(3)},  # str
 }
 
-# By the first byte of a container: the size of the count field after it, and the items for each counted entry.
+# Size of the count field of a msgpack list or map, by its first byte, and the number of items for each entry counted:
+# one in a list, two (key and value) in a map.
 _CONTAINERS: Mapping[int, Tuple[int, int]] = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
@@ -56,16 +61,16 @@ _EXTENSIONS = frozenset([*range(0xC7, 0xCA), *range(0xD4, 0xD9)])
 
 
 def find_problem(frame: Any, max_items: int) -> str:
-    """Return the reason why a header frame must not be unpacked, or "" if it may be.
+    """Return the reason why a header frame must not be unpacked, or "" if it may be unpacked.
 
     Args:
-        frame: the frame, of which only the first value is inspected. A truncated frame or one that is not msgpack
-            passes: msgpack rejects it after at most `max_items` items.
-        max_items: the largest number of items that the frame may contain or announce.
+        frame: the header frame. Only its first msgpack value is inspected. A frame that is truncated or is not msgpack
+            passes, because msgpack rejects it after at most `max_items` items.
+        max_items: the maximum number of items that the frame may contain or announce.
     """
     if len(frame) <= SHORT_BYTES:
         return ""
-    # Announced values that were not reached yet.
+    # `remaining` counts the values that were announced and not reached yet.
     remaining = items = 1
     position: int = 0
     try:
@@ -101,11 +106,11 @@ def find_problem(frame: Any, max_items: int) -> str:
 
 
 def leading_fields(frame: Any) -> Dict[str, Any]:
-    """Return the leading fields of a map, up to the first field whose value is a list or map.
+    """Return the leading fields of a msgpack map: those before the first field whose value is a list or map.
 
-    The function inspects only a few fields and a few hundred bytes. The result is empty if the frame is not a map.
+    Only a few fields and a few hundred bytes are inspected. The result is empty if the frame is not a map.
     """
-    # Created for each call, because an unpacker cannot be used after an error.
+    # Each call creates an unpacker, because an unpacker that has raised an error cannot be used again.
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRONT_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
     fields: Dict[str, Any] = {}
     unpacker.feed(bytes(frame[:_MAX_FRONT_BYTES]))

@@ -1,13 +1,14 @@
-"""Declarative schema of messages: conversion of untrusted msgpack maps to typed messages and back.
+"""Declarative schema of messages: converts untrusted msgpack maps to typed messages, and messages to maps.
 
-A message is a frozen dataclass. The metadata of each field is the type of value that the protocol allows (`text(128)`,
-`integer(0, 10)` ...), so that type, limit and documentation are declared once.
+A message is a frozen dataclass. The metadata of each field declares the values that the protocol allows, such as
+`text(128)` or `integer(0, 10)`. So type, limit and documentation of a field are declared in one place.
 
-Both directions apply the same strict checks. An unknown or missing field, or a value with another type or beyond its
-limit, is a `FieldError` that names the path of the field, such as ``inputs[0].shape[1]``. Whatever one side encodes,
-the other side decodes to an equal message.
+Encoding and decoding apply the same strict checks. An unknown field, a missing field, a value of another type or a
+value beyond its limit is a `FieldError`. It names the path of the field, such as ``inputs[0].shape[1]``. Every message
+that one side can encode, the other side decodes to an equal message.
 
-Types are compared by identity, never by `isinstance`: in Python a boolean is an int, in the protocol it is not.
+The types of values are compared by identity, not with `isinstance`: in Python a boolean is an int, in the protocol it
+is not.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from weightd_protocol import limits
 
 T = TypeVar("T")
 
-# An alias, so that type checkers do not infer a map of unknown types from the comparison.
+# An alias of `dict`. Comparing a type with `dict` itself would make type checkers infer a dict of unknown types.
 _MAP: Type[Any] = dict
 
-# Maximum length of a received value in an error text.
+# Maximum number of characters of a received value in an error text, and maximum number of bits of an integer.
 _MAX_SHOWN_CHARACTERS = 40
 _MAX_SHOWN_BITS = 128
 
 
 class FieldError(ValueError):
-    """A value violates the type of its field."""
+    """A value is not allowed by the type of its field."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -37,7 +38,7 @@ class FieldError(ValueError):
         self.path = ""
 
     def at(self, step: str) -> FieldError:
-        """Prepend `step` (".name" or "[0]") to the path and return self, to be raised again."""
+        """Prepend a step (".name" or "[0]") to the path of the field. Return this error, for the caller to raise."""
         self.path = step + self.path
         return self
 
@@ -47,16 +48,16 @@ class FieldError(ValueError):
 
 
 class FieldType(NamedTuple):
-    """Type of a field in the protocol.
+    """Type of a field in the protocol: the values that it allows, and their conversion.
 
     Attributes:
-        check: validates a value unpacked by msgpack and returns the typed value. Raises `FieldError`.
-        tolerant: like `check`, but ignores unknown fields.
-        plain: converts a typed value back. Raises `FieldError`.
-        description: the type in words, for error texts and documentation.
-        record: the dataclass of a map with fixed fields; None for other types.
-        items: the largest number of msgpack items in a legal value. Each key and each value counts as one; a list or
-            map itself counts as `limits.CONTAINER_ITEMS`.
+        check: a function that validates a value from msgpack and returns it as a typed value. Raises `FieldError`.
+        tolerant: like `check`, but ignores unknown fields of maps.
+        plain: a function that converts a typed value to a value that msgpack can pack. Raises `FieldError`.
+        description: the type in words, for error texts and for the documentation.
+        record: the dataclass, if the value is a map with fixed fields; None for other types.
+        items: the maximum number of msgpack items in a legal value. Each key and each value counts as one item; a list
+            or map itself counts as `limits.CONTAINER_ITEMS`.
     """
 
     check: Callable[[Any], Any]
@@ -71,12 +72,12 @@ Metadata = Mapping[str, FieldType]
 
 
 def short_repr(value: object) -> str:
-    """Return a representation of a foreign value that is short however long or deep the value is."""
-    # repr() of a list nested deeper than Python's stack raises RecursionError.
+    """Return a short representation of an untrusted value, however long or deeply nested the value is."""
+    # Do not call `repr` here: for a list that is nested deeper than Python's stack, it raises RecursionError.
     if isinstance(value, (list, tuple, dict)):
         return f"of {len(value)} items"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
-        # Python refuses to format integers with thousands of digits.
+        # Do not format the number: Python refuses to format integers with thousands of digits.
         return f"of {value.bit_length()} bits"
     text = repr(value[:_MAX_SHOWN_CHARACTERS]) if isinstance(value, (str, bytes)) else _repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
@@ -90,12 +91,15 @@ def _repr(value: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Return type and representation of a foreign value."""
+    """Return the type and a short representation of an untrusted value, for an error text."""
     return f"{type(value).__name__} {short_repr(value)}"
 
 
 def label(name: object) -> str:
-    """Return a foreign name for a path or a log: unchanged if it is harmless, otherwise quoted."""
+    """Return an untrusted name for a field path or a log.
+
+    A name that is long or has unprintable characters is quoted.
+    """
     return (
         name
         if isinstance(name, str) and 0 < len(name) <= _MAX_SHOWN_CHARACTERS and name.isprintable()
@@ -108,7 +112,7 @@ def _type_error(expected: str, value: object) -> FieldError:
 
 
 def _plain_metadata(check: Callable[[Any], Any], description: str) -> Metadata:
-    """Return the metadata for a value that msgpack packs unchanged."""
+    """Return the metadata of a type whose values msgpack packs without conversion."""
     return _new_metadata(check, check, check, description)
 
 
@@ -123,7 +127,7 @@ def _new_metadata(
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
-    """Return the type of a string of at most `max_bytes` bytes of UTF-8, which may be empty only with `empty`."""
+    """Return the type of a string of at most `max_bytes` bytes in UTF-8. Only with `empty` may the string be empty."""
     min_bytes = 0 if empty else 1
     description = f"text, {min_bytes} to {max_bytes} bytes"
 
@@ -146,7 +150,7 @@ def _utf8_bytes(value: str) -> int:
 
 
 def one_of(names: Iterable[str]) -> Metadata:
-    """Return the type of a string from a fixed set."""
+    """Return the type of a string that is one of `names`."""
     allowed: FrozenSet[str] = frozenset(names)
     description = "one of " + ", ".join(name or '""' for name in sorted(allowed))
 
@@ -159,7 +163,7 @@ def one_of(names: Iterable[str]) -> Metadata:
 
 
 def integer(low: int, high: int) -> Metadata:
-    """Return the type of an integer from `low` to `high`, inclusive. A boolean is not an integer."""
+    """Return the type of an integer from `low` to `high`, both included. Booleans are not allowed."""
     description = f"integer, {low} to {high}"
 
     def check(value: Any) -> int:
@@ -182,12 +186,13 @@ def boolean() -> Metadata:
 
 
 def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metadata:
-    """Return the type of a finite number from 0, or above 0 if `positive`, to `high`. Integers are allowed."""
+    """Return the type of a finite number from 0 to `high`. Integers are allowed; 0 is not allowed if `positive`."""
     lower_bound = "more than 0" if positive else "at least 0"
     description = f"number of {lower_bound}" + (f" and at most {high:.15g}" if high < sys.float_info.max else "")
 
     def check(value: Any) -> float:
-        # A larger integer cannot become a float. NaN fails every comparison.
+        # An integer above `high` might be too large for a float. NaN is rejected, because every comparison with it is
+        # false.
         if type(value) not in (float, int) or not 0 <= value <= high or (positive and not value):
             raise _type_error(description, value)
         return float(value)
@@ -196,7 +201,7 @@ def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metad
 
 
 def list_of(item: Metadata, max_items: int) -> Metadata:
-    """Return the type of a list of at most `max_items` items, which is decoded to a tuple."""
+    """Return the type of a list with at most `max_items` items. The list is decoded to a tuple."""
     kind = item["field_type"]
 
     def convert(value: Any, expected: Type[Any], each_to: Callable[[Any], Any]) -> List[Any]:
@@ -222,7 +227,7 @@ def list_of(item: Metadata, max_items: int) -> Metadata:
 
 
 def nullable(item: Metadata) -> Metadata:
-    """Return the type of a value that may be nil, where nil has a meaning. It is decoded to None."""
+    """Return the type of a value that may also be nil. In such a field nil has a meaning; it is decoded to None."""
     kind = item["field_type"]
     return _new_metadata(
         lambda value: None if value is None else kind.check(value),
@@ -234,7 +239,7 @@ def nullable(item: Metadata) -> Metadata:
 
 
 def mapping(item: Metadata, max_items: int) -> Metadata:
-    """Return the type of a map from names to values of the given type, with at most `max_items` entries."""
+    """Return the type of a map with at most `max_items` entries, from names to values of the type `item`."""
     kind = item["field_type"]
     check_name = text(limits.MAX_NAME_BYTES)["field_type"].check
 
@@ -262,12 +267,12 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
 
 
 def in_own_frame(cls: Type[Any]) -> Mapping[str, Any]:
-    """Return the metadata of a record that is encoded in a separate frame instead of the message's map."""
+    """Return the metadata of a field whose record is encoded in its own frame, not in the map of the message."""
     return {"description": cls}
 
 
 def record(cls: Type[Any]) -> Metadata:
-    """Return the type of a map with exactly the fields of the dataclass `cls`, which is decoded to an instance."""
+    """Return the type of a map that has exactly the fields of the dataclass `cls`. It is decoded to a `cls`."""
     return {
         "field_type": FieldType(
             _record_check(cls, tolerant=False),
@@ -281,12 +286,12 @@ def record(cls: Type[Any]) -> Metadata:
 
 
 def omit_default(kind: Metadata) -> Mapping[str, Any]:
-    """Return the given type for a field that is left out of the map if it has its default."""
+    """Return the type `kind` for a field that is left out of the encoded map if it has its default value."""
     return {**kind, "omit_default": True}
 
 
 def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
-    """Return the fields that belong to the map."""
+    """Return the fields of a dataclass that are encoded in its map. A field in its own frame is not."""
     return [field for field in dataclasses.fields(cls) if "field_type" in field.metadata]
 
 
@@ -314,7 +319,7 @@ def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
             raise error.at(f".{label(name)}") from None
         if len(checked) < len(checks):
             _fill_defaults(checked, defaults)
-        # The same as __init__ of a frozen dataclass, in a third of the time.
+        # This does the same as `__init__` of a frozen dataclass, in a third of the time.
         instance: Any = object.__new__(cls)
         instance.__dict__.update(checked)
         return instance
@@ -331,7 +336,8 @@ def _fill_defaults(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]])
 
 
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
-    # Name, conversion, whether the field is left out if it is None, and the other plain value for which it is left out.
+    # For each field: its name, its conversion, whether it is left out if it is None, and another converted value for
+    # which it is left out.
     fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
         (
             field.name,
@@ -364,7 +370,7 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
 
 
 def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
-    """Return `value`, a map unpacked by msgpack, as a `cls`. With `tolerant`, unknown fields are ignored.
+    """Convert `value`, a map unpacked by msgpack, to a `cls`. With `tolerant`, ignore unknown fields.
 
     Raises:
         FieldError: the map is not a valid `cls`; the text names the field.
@@ -374,12 +380,14 @@ def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
 
 
 def max_record_items(cls: Type[Any]) -> int:
-    """Return the largest number of items in a legal map of a `cls`, see `FieldType`."""
+    """Return the maximum number of msgpack items in a legal map of a `cls`. `FieldType.items` says how items count."""
     return (_KINDS.get(cls) or _cache_kind(cls)).items
 
 
 def plain(message: object) -> Dict[str, Any]:
-    """Return `message` as a map that msgpack can pack, without fields that are None or `omit_default`.
+    """Return `message` as a map that msgpack can pack.
+
+    Fields that are None are left out, and `omit_default` fields that have their default.
 
     Raises:
         FieldError: a value violates the type of its field; the text names the field.
@@ -397,7 +405,10 @@ def _cache_kind(cls: Type[Any]) -> FieldType:
 
 
 def describe_fields(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
-    """Return name, type and default (or "required") of each field, for the documentation and its test."""
+    """Return name, type and default of each field of a dataclass, for the documentation and its test.
+
+    The default of a field without a default is "required".
+    """
     return [
         (
             field.name,

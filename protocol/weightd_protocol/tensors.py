@@ -1,4 +1,4 @@
-"""Conversion between numpy arrays and tensor frames. The only module of the protocol that needs numpy."""
+"""Conversion between numpy arrays and tensor frames. No other module of this package imports numpy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.schema import label
 
-# Created once, because numpy takes longer to parse the name of a dtype than to inspect an array.
+# Created once, because parsing the name of a dtype takes numpy longer than inspecting an array.
 _DTYPES: Dict[str, Any] = {name: np.dtype(dtype) for name, dtype in NUMPY_DTYPE.items()}
 _WIRE_DTYPES = frozenset(_DTYPES.values())
 _DATATYPES_BY_DTYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 
 
 def to_wire(array: Any) -> Any:
-    """Return `array` in the format of the protocol: C order, little-endian. It is copied only if necessary.
+    """Return `array` in the format of the protocol: C order, little-endian. Copy it only if it has another format.
 
     Raises:
         InvalidArgument: `array` is not an array, its dtype has no datatype in the protocol (object, string, complex,
             structured ...), it has too many dimensions, or it is too large for a frame.
     """
-    # The usual case, checked in one expression.
+    # Fast path: one expression recognizes an array that already has the right format.
     if (
         type(array) is np.ndarray
         and array.dtype in _WIRE_DTYPES
@@ -40,14 +40,14 @@ def to_wire(array: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        # The conversion runs code of the object, which may raise anything: PyTorch raises RuntimeError.
+        # numpy may run code of the given object, which may raise any exception. Tensors of PyTorch raise RuntimeError.
         raise InvalidArgument(f"expected an array: {str(error) or type(error).__name__}") from error
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _DATATYPES_BY_DTYPE:
         names = ", ".join(NUMPY_DTYPE)
         raise InvalidArgument(f"dtype {array.dtype} is not a supported datatype; expected one of {names}")
     _check_size(array)
-    # `ascontiguousarray` would change the shape of a scalar to (1,).
+    # `np.ascontiguousarray` is not used, because it would change the shape of a scalar from () to (1,).
     return np.asarray(array, dtype=dtype, order="C")
 
 
@@ -61,21 +61,27 @@ def _check_size(array: Any) -> None:
 def describe_request(
     model: str, arrays: Mapping[str, Any], outputs: Optional[Sequence[str]] = None
 ) -> RequestDescription:
-    """Return the description of a request with `arrays` from `to_wire`. Equal shapes yield the same object."""
+    """Return the description of a request whose inputs are `arrays`, which `to_wire` has returned.
+
+    Equal names, dtypes and shapes yield the same description object.
+    """
     return _request_description(model, _shapes(arrays), None if outputs is None else tuple(outputs))
 
 
 def describe_response(model: str, arrays: Mapping[str, Any]) -> ResponseDescription:
-    """Return the description of a response with `arrays` from `to_wire`. Equal shapes yield the same object."""
+    """Return the description of a response whose outputs are `arrays`, which `to_wire` has returned.
+
+    Equal names, dtypes and shapes yield the same description object.
+    """
     return _response_description(model, _shapes(arrays))
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
-    """Return the description of one array from `to_wire`."""
+    """Return the description of one array, which `to_wire` has returned."""
     return _specs(_shapes({name: array}))[0]
 
 
-# Names, dtypes and shapes of arrays.
+# Name, dtype and shape of each array of a message.
 _Shapes = Tuple[Tuple[str, Any, Tuple[int, ...]], ...]
 
 
@@ -98,16 +104,18 @@ def _specs(shapes: _Shapes) -> Tuple[TensorSpec, ...]:
 
 
 def frame_of(array: Any) -> memoryview:
-    """Return the bytes of `array` from `to_wire`, without a copy."""
-    # A view without elements cannot be cast.
+    """Return the bytes of an array that `to_wire` has returned, without copying them."""
+    # `cast` raises an error for an array without elements.
     return memoryview(array).cast("B") if array.size else memoryview(b"")
 
 
 def from_frame(spec: TensorSpec, frame: Any) -> Any:
-    """Return the tensor of a frame, whose length the decoder has checked, as a view that is writable if the frame is.
+    """Return the tensor in a frame as an array, without copying it. The array is writable if the frame is writable.
+
+    The decoder must have checked the length of the frame.
 
     Raises:
-        InvalidArgument: an element of a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such
+        InvalidArgument: a byte of a BOOL tensor is neither 0 nor 1. numpy and the engines compute nonsense with such
             bytes.
     """
     array = np.ndarray(spec.shape, _DTYPES[spec.datatype], frame)
@@ -117,7 +125,7 @@ def from_frame(spec: TensorSpec, frame: Any) -> Any:
 
 
 def from_memory(spec: TensorSpec, array: Callable[[Tuple[int, ...], Any], Any]) -> Any:
-    """Return the tensor in memory for which `array(shape, dtype)` returns an array.
+    """Return the tensor in shared memory as an array. `array(shape, dtype)` returns an array on this memory.
 
     Raises:
         InvalidArgument: as `from_frame`.

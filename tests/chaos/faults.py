@@ -216,7 +216,7 @@ class Injector:
             return False
 
         def watch() -> None:
-            # In a thread of its own: on a busy machine the other faults delay the next tick by seconds.
+            # This runs in a separate thread, because on a busy machine the other faults delay the next tick by seconds.
             limit = time.monotonic() + PROXY_LIMIT_S
             while self.service.pid == before["daemon"]:
                 if self.service.front().get("proxy", before["proxy"]) != before["proxy"]:

@@ -17,7 +17,7 @@ PROGRAM = ("-m", "weightd_worker")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments of a child.
+    """Parse the command-line arguments of a child process.
 
     Raises:
         SystemExit: the arguments are invalid. The parser has printed the error to stderr.
@@ -27,7 +27,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 @functools.lru_cache(maxsize=None)
 def parser() -> argparse.ArgumentParser:
-    """Return the parser. It is cached, so that a fork server builds it once and forked processes share its memory."""
+    """Return the argument parser. A fork server builds it once, and the processes forked from it share its memory."""
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker",
         description="A process of weightd. The daemon starts it; do not start it by hand.",
@@ -72,10 +72,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_arguments() -> List[str]:
-    """Return the arguments on stdin, a JSON list of strings, followed by the command line.
+    """Return the arguments on stdin, a JSON list of strings, followed by the arguments of the command line.
 
-    The arguments name models, and every user of the host can read a command line. Stdin is /dev/null afterwards. If
-    `--help` is the only argument, stdin is not read.
+    The daemon passes the arguments on stdin because they contain names of models, and every user of the host can read
+    the command line. Afterwards stdin is /dev/null. If `--help` is the only argument, stdin is not read.
 
     Raises:
         SystemExit: stdin does not contain a JSON list of strings.
@@ -97,10 +97,10 @@ def read_arguments() -> List[str]:
 
 
 def parse_options(text: str) -> Dict[str, Any]:
-    """Parse a JSON object of engine options. The engine checks the keys.
+    """Parse a JSON object of engine options. The engine checks keys and values later.
 
     Raises:
-        BuildError: the text is not a JSON object, or gives a key twice.
+        BuildError: the text is not a JSON object, or contains a key twice.
     """
 
     def reject_duplicate_keys(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:

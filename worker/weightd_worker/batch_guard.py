@@ -1,8 +1,11 @@
-"""Decides which requests may share a predict, and checks that each gets the answer that it would get alone.
+"""Decides which requests may share a predict, and checks that each request gets the same answer as alone.
 
-The holder tests batching with the dimensions of the self-test and generated rows, but requests may have other
-dimensions. So a worker compares batches with the same requests run alone: the first batch of each shape, further ones
-until as many rows are compared as in the holder's test, because few rows may differ, and a sample later.
+The holder tests batching with generated rows, which have the dimensions of the self-test, but requests may have other
+dimensions. So a worker also runs the requests of some batches alone, and compares the answers:
+
+- the first batch of each shape;
+- further batches, until the worker has compared as many rows as the holder, because only few rows may differ;
+- later, one of many batches as a sample.
 """
 
 from __future__ import annotations
@@ -24,33 +27,35 @@ from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_worker.batching import BatchLayout
 from weightd_worker.engines.engine import Arrays, Engine
 
-# Most principals whose requests run alone. With more of them, the requests of all principals run alone.
+# Maximum number of principals whose requests run alone. If there were more, the requests of all principals run alone.
 _MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
 
-# A principal that has sent this number of requests with special values is not batched any more: each of them costs the
-# other requests of its batch the time of another predict.
+# Number of requests with special floats, such as NaN, after which all requests of a principal run alone. Each request
+# with special floats delays the other requests of its batch by an additional predict.
 _MAX_SPECIAL_REQUESTS = 64
 
 _log = logging.getLogger("weightd.worker")
 
 
-# One tested batch of this number is kept, unless it is too large, and compared again when the worker is idle.
+# Number of batches of which one is kept as a sample and compared again when the worker is idle. A batch with more than
+# _MAX_SAMPLE_BYTES is not kept.
 _RECHECK_INTERVAL = 1000
 _MAX_SAMPLE_BYTES = 16 * 1024 * 1024
 
-# Most batch shapes that are tested, or `max_rows` if that is more: each costs predicts. Other shapes are not batched.
+# Maximum number of batch shapes that a worker tests, or `max_rows` if that is larger. Each test costs predicts.
+# Requests that would form a batch of any further shape run alone.
 _MAX_TESTED_SPECS = 64
 
 
 class BatchGuard:
-    """Batching decisions of one model, based on comparisons of batched answers with answers alone.
+    """Decides which requests for one model may share a predict, based on earlier comparisons of answers.
 
     Args:
-        engine: the engine, which has built the model when `configure` is called.
+        engine: the engine that runs the model. It must have built the model before `configure` is called.
         reply: sends a message with its tensors to the daemon.
 
     Attributes:
-        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
+        allowed_batch_sizes: the only numbers of rows that the model supports, in ascending order; empty for any number.
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
@@ -60,7 +65,7 @@ class BatchGuard:
         self._is_batching = True
         self._shadow_checks: Optional[ShadowChecks] = None
         self._special_kinds: Sequence[SpecialFloats] = ()
-        # The number of requests with special values of each principal.
+        # For each principal, the number of its requests with special floats.
         self._special_counts: collections.Counter[int] = collections.Counter()
         # Principals whose requests run alone, and the reason for each.
         self._unbatchable_principals: Dict[int, str] = {}
@@ -75,15 +80,18 @@ class BatchGuard:
         compared_rows: int = 0,
         special_kinds: Sequence[str] = (),
     ) -> None:
-        """Set the batching rules, once the model is built and attached.
+        """Set the batching rules after the model is built and attached to the shared weights.
 
         Args:
-            max_rows: the most rows of one predict.
-            allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
-            is_exact: whether batched answers must equal the answers to each request alone, bit for bit.
-            case: the shapes of the inputs with which the holder has compared rows, whatever their number of rows.
-            compared_rows: the holder has compared every number of rows up to this one.
-            special_kinds: kinds of special floats. With `is_exact`, requests with such values run alone.
+            max_rows: the maximum number of rows of one predict.
+            allowed_batch_sizes: the only numbers of rows that the model supports; empty for any number.
+            is_exact: whether the answer to a request in a batch must equal its answer alone, bit for bit.
+            case: the shapes of the inputs in the holder's row test, apart from the number of rows; None without a
+                self-test.
+            compared_rows: the holder has compared batches of every size up to this number of rows, and this process is
+                known to give the same answers as the holder; otherwise 0.
+            special_kinds: kinds of special floats (`SpecialFloats`). With `is_exact`, requests that contain such floats
+                run alone.
         """
         self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self.allowed_batch_sizes = sorted(allowed_batch_sizes)
@@ -93,11 +101,11 @@ class BatchGuard:
 
     @property
     def is_check_due(self) -> bool:
-        """Whether a kept batch has to be compared again when the worker is idle."""
+        """Whether a sample batch is kept, which the worker should compare again when it is idle."""
         return self._shadow_checks is not None and self._shadow_checks.is_due
 
     def run_due_check(self) -> None:
-        """Compare the kept batch again, and restrict batching if its answers differ.
+        """Compare the kept sample batch again with its requests run alone, and restrict batching if answers differ.
 
         Raises:
             ModelCorrupted: a predict has corrupted the model.
@@ -109,17 +117,18 @@ class BatchGuard:
                 self.on_rows_differ(error)
 
     def can_batch(self, merged: BatchLayout) -> bool:
-        """Return whether requests with this layout may share a predict."""
+        """Return whether the requests of a batch with this layout may share a predict."""
         return self._is_batching and (self._shadow_checks is None or self._shadow_checks.can_batch(merged))
 
     def indices_to_run_alone(
         self, merged: BatchLayout, inputs: Arrays, principal_ids: Tuple[int, ...]
     ) -> Sequence[int]:
-        """Return the positions of the requests that have to run alone, because of their principal or their values."""
+        """Return the positions in the batch of requests that must run alone, because of their principal or values."""
         if not (self._unbatchable_principals or self._special_kinds):
             return ()
         found = {index for index, each in enumerate(principal_ids) if each in self._unbatchable_principals}
-        # The daemon has batched them, so it has not read the first report yet, or is a later one that never got it.
+        # Report these principals again. The daemon would not have batched their requests if it had received the first
+        # report: it has not read the report yet, or it was restarted after the report.
         for principal in sorted({principal_ids[index] for index in found}):
             self._reply((BatchMismatch(self._unbatchable_principals[principal], (principal,)), ()))
         if self._special_kinds:
@@ -131,7 +140,7 @@ class BatchGuard:
         return sorted(found)
 
     def check(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, principal_ids: Tuple[int, ...]) -> None:
-        """Compare a batch with its requests run alone, see `ShadowChecks.check`; do nothing unless `is_exact`."""
+        """Compare a batch with its requests run alone, see `ShadowChecks.check`. Without `is_exact`, do nothing."""
         if self._shadow_checks is not None:
             self._shadow_checks.check(merged, inputs, outputs, principal_ids)
 
@@ -143,7 +152,7 @@ class BatchGuard:
             self._reply((BatchMismatch(clip(reason)), ()))
 
     def on_rows_differ(self, error: Exception) -> None:
-        """Run the requests of the differing principals alone from now on; all requests, if these are not known."""
+        """Run the requests of the principals in `error` alone from now on, or all requests if it names none."""
         note = clip(str(error))
         principal_ids = error.principal_ids if isinstance(error, RowsDiffer) else ()
         new = [each for each in principal_ids if each not in self._unbatchable_principals]
@@ -151,7 +160,7 @@ class BatchGuard:
             self.stop_batching(note)
             return
         if not new:
-            return  # this batch ran before the principals were known
+            return  # an earlier comparison has already found these principals; this batch ran before
         principals_text = "1 principal" if len(new) == 1 else f"{len(new)} principals"
         _log.warning("requests of %s are no longer batched: %s", principals_text, note)
         self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
@@ -170,11 +179,11 @@ class BatchGuard:
 
 
 class RowsDiffer(NotBatchable):
-    """Rows that were run together differ from the same rows run alone.
+    """The answers to some rows of a batch differ from the answers to the same rows run alone.
 
     Attributes:
-        principal_ids: the principals whose rows differ whatever they run with; empty if they are not known, or if rows
-            of one principal change the answers to another one's rows.
+        principal_ids: the principals whose rows get other answers in any batch; empty if this is not known, or if the
+            rows of one principal change the answers to another principal's rows.
     """
 
     def __init__(self, text: str, principal_ids: Sequence[int]) -> None:
@@ -190,14 +199,14 @@ class _BatchSample(NamedTuple):
 
 
 class ShadowChecks:
-    """Compares batched answers with the answers to the same requests run alone, and remembers the tested shapes.
+    """Compares the answers to batches with the answers to the same requests run alone, and records tested shapes.
 
     Args:
         engine: an engine that has built the model.
-        max_rows: the most rows of one predict.
-        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
-        case: the shapes of the inputs with which the holder has compared rows, whatever their number of rows.
-        compared_rows: the holder has compared every number of rows up to this one.
+        max_rows: the maximum number of rows of one predict.
+        allowed_batch_sizes: the only numbers of rows that the model supports, in ascending order; empty for any number.
+        case: as in `BatchGuard.configure`.
+        compared_rows: as in `BatchGuard.configure`.
     """
 
     def __init__(
@@ -212,7 +221,7 @@ class ShadowChecks:
         self._allowed_batch_sizes = allowed_batch_sizes
         self._max_tested_specs = max(_MAX_TESTED_SPECS, max_rows)
         self._tested_specs: Set[Any] = set()
-        # The number of compared rows, by the other dimensions of the inputs.
+        # Number of rows that were compared, by the dimensions of the inputs other than the number of rows.
         self._compared_rows: Dict[Any, int] = {}
         self._holder_dims = frozenset((name, tuple(shape[1:])) for name, shape in case.items()) if case else None
         self._holder_compared_rows = compared_rows
@@ -223,11 +232,11 @@ class ShadowChecks:
 
     @property
     def is_due(self) -> bool:
-        """Whether a batch is kept for another comparison."""
+        """Whether a sample batch is kept for another comparison."""
         return self._pending is not None
 
     def can_batch(self, merged: BatchLayout) -> bool:
-        """Return whether requests with this layout may share a predict."""
+        """Return whether the requests of a batch with this layout may share a predict."""
         if (
             not merged.is_tested
             and merged.total_rows <= self._holder_compared_rows
@@ -239,17 +248,17 @@ class ShadowChecks:
         )
 
     def check(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, principal_ids: Tuple[int, ...] = ()) -> None:
-        """Compare a batch with its requests run alone, unless its layout is already tested.
+        """Run the requests of a batch alone and compare the answers, unless the batch's layout is already tested.
 
         Args:
             merged: the layout of the batch.
-            inputs: the merged inputs; the caller must not change them afterwards.
-            outputs: the outputs, as passed to `BatchLayout.learn_slices`.
-            principal_ids: the principal of each request, if known.
+            inputs: the merged inputs of the batch. The caller must not change them afterwards.
+            outputs: the outputs of the batch, as passed to `BatchLayout.learn_slices`.
+            principal_ids: the principal of each request; empty if unknown.
 
         Raises:
-            RowsDiffer: a request gets another answer alone.
-            RequestError: a request cannot be run alone.
+            RowsDiffer: alone, a request gets another answer than in the batch.
+            RequestError: the engine cannot run a request alone.
         """
         if merged.is_tested:
             self._until_recheck -= 1
@@ -265,7 +274,7 @@ class ShadowChecks:
         merged.is_tested = compared_rows >= MAX_TEST_ROWS
 
     def recheck(self) -> None:
-        """Compare the kept batch again, if there is one.
+        """Compare the kept sample batch again, if a batch is kept.
 
         Raises:
             RowsDiffer: as `check`.
@@ -300,11 +309,11 @@ class ShadowChecks:
             raise RowsDiffer(found, self._differing_principals(sample, batched, alone))
 
     def _differing_principals(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
-        """Return the principals whose own rows cause the difference; empty if rows of others may have caused it.
+        """Return the principals whose rows get other answers even without rows of other principals in the batch.
 
-        The rows of each principal whose results differ run again, in a batch that consists only of copies of them. If
-        the results are then correct, rows of other principals have changed them. Because these may change the results
-        of any principal, the method returns none.
+        For each principal with differing answers, the method runs a batch that consists only of copies of this
+        principal's rows. If the answers are then the same as alone, rows of another principal have changed them. Such
+        rows may change the answers to any principal, so the result is empty.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.principal_ids or layouts[0] != layouts[1]:

@@ -18,9 +18,9 @@ class OutputSlice(NamedTuple):
     """The part of a batch's outputs that belongs to one request.
 
     Attributes:
-        description: the description of the request's outputs.
-        byte_ranges: for each of its outputs, the position in the batch's outputs, and the first and last (exclusive)
-            byte there.
+        description: the description of the request's outputs, which is sent to the client.
+        byte_ranges: for each output of the request: the position of this output among the batch's outputs, and the
+            offsets of the request's first byte and after its last byte in the batch's output.
     """
 
     description: ResponseDescription
@@ -28,23 +28,25 @@ class OutputSlice(NamedTuple):
 
 
 class BatchLayout:
-    """How requests with certain descriptions form a batch; valid for any tensors with these descriptions.
+    """How requests with certain descriptions (names, datatypes and shapes) form a batch.
+
+    A layout does not contain tensors, so it is used again for later requests with the same descriptions.
 
     Args:
-        descriptions: of the requests, in their order.
-        min_rows: the least rows to run the model on; missing rows are added.
-        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
+        descriptions: the descriptions of the requests, in their order in the batch.
+        min_rows: the minimum number of rows of the batch. If the requests have fewer, rows are added.
+        allowed_batch_sizes: the only numbers of rows that the model supports, in ascending order; empty for any number.
 
     Attributes:
-        row_counts: the rows of each request.
-        total_rows: the rows of the batch, including added rows.
-        specs: the specs of the merged inputs.
-        output_layout: a key, chosen by the caller, of the output layout that `slices` fits; () before the first.
-        slices: the slice of each request.
-        is_tested: whether each request is known to get the answer that it would get alone.
+        row_counts: the number of rows of each request.
+        total_rows: the number of rows of the batch, including added rows.
+        specs: names, datatypes and shapes of the merged inputs.
+        output_layout: the layout of the outputs for which `slices` was computed; () before that. The caller sets it.
+        slices: the part of the outputs for each request.
+        is_tested: whether it is known that each request gets the same answer as alone.
 
     Raises:
-        InvalidArgument: the requests differ in more than their rows, or an input has no rows.
+        InvalidArgument: the requests differ in more than their number of rows, or an input has no rows.
     """
 
     __slots__ = (
@@ -67,20 +69,22 @@ class BatchLayout:
         self.total_rows = next((size for size in allowed_batch_sizes if size >= used), used)
         first = self.descriptions[0].inputs
         self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total_rows, *each.shape[1:])) for each in first])
-        # For each input, its position in each request.
+        # For each input of the batch, the position of this input among the inputs of each request.
         self._item_positions = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
         self.output_layout: Tuple[Any, ...] = ()
         self.slices: List[OutputSlice] = []
         self.is_tested = False
 
     def merge_inputs(self, item_frames: Sequence[Sequence[Any]]) -> Arrays:
-        """Return the inputs of the batch. They are copies, because a client may change memory that it can reach.
+        """Return the merged inputs of the batch. Added rows are copies of the last row.
+
+        The merged inputs are always copies, because a client may change tensors in shared memory at any time.
 
         Args:
-            item_frames: the bytes of each input, for each request. Added rows repeat the last row.
+            item_frames: for each request, the bytes of each of its inputs.
 
         Raises:
-            InvalidArgument: from `from_frame`.
+            InvalidArgument: the bytes of an input do not fit its description (`from_frame`).
         """
         inputs: Arrays = {}
         surplus = self.total_rows - sum(self.row_counts)
@@ -92,7 +96,7 @@ class BatchLayout:
         return inputs
 
     def items_with_rows(self, rows: Any) -> List[int]:
-        """Return the positions of the requests that have a row marked in `rows`, a bool array with one item a row."""
+        """Return the positions of the requests with at least one row for which the boolean array `rows` is true."""
         found: List[int] = []
         end = 0
         for index, count in enumerate(self.row_counts):
@@ -102,13 +106,13 @@ class BatchLayout:
         return found
 
     def learn_slices(self, arrays: Arrays) -> None:
-        """Compute the slice of each request for outputs of these shapes and datatypes.
+        """Compute `slices` for outputs with the shapes and datatypes of `arrays`.
 
         Args:
-            arrays: the outputs of the batch, as `to_wire` returns them.
+            arrays: the outputs of a batch, as `to_wire` returns them.
 
         Raises:
-            NotBatchable: an output does not have as many rows as the inputs.
+            NotBatchable: an output does not have one row for each input row.
         """
         check_rows(arrays, self.total_rows)
         positions = {name: position for position, name in enumerate(arrays)}

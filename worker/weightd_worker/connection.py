@@ -1,8 +1,8 @@
-"""Connections from a child to the daemon, which reconnect when the daemon restarts.
+"""Connections from a child process to the daemon, which reconnect when the daemon restarts.
 
-A spawned child uses a ZeroMQ socket and a channel, which is a stream socket (`WorkerConnection`). A forked child, and a
-template, use the channel alone (`ChannelConnection`): a ZeroMQ context has threads, which a process must not have when
-it is forked, and takes private memory in each process.
+A spawned child uses a ZeroMQ socket and a channel, which is a unix stream socket (`WorkerConnection`). A forked child
+and a template use only a channel (`ChannelConnection`). They cannot use ZeroMQ, because a ZeroMQ context has threads,
+and a process with threads cannot be forked. A ZeroMQ context would also take private memory in each process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from weightd_protocol.framing import LARGE_BYTES, FrameReader
 
 Frames = Sequence[Any]
 
-# Time between two attempts to connect to the next daemon, and so the maximum delay until it finds its children.
+# Seconds between two attempts to connect to the daemon after a restart. A new daemon waits at most this long for a
+# surviving child to connect.
 RECONNECT_INTERVAL_S = 0.02
 _RECONNECT_INTERVAL_MS = int(1000 * RECONNECT_INTERVAL_S)
 
-# Plain integers, because the constants of pyzmq cost a microsecond at each use.
+# Plain integers, because each use of pyzmq's own constants takes a microsecond.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _frames_of = operator.attrgetter("frames")
 
@@ -35,12 +36,14 @@ _frames_of = operator.attrgetter("frames")
 class WorkerConnection:
     """Connection of a spawned child: a ZeroMQ socket for its life cycle, and a channel for requests and results.
 
-    The channel is reconnected whenever the socket is, so that no result for an earlier daemon reaches the next one. A
-    daemon without a channel socket sends requests over the ZeroMQ socket, and receives the results there.
+    Whenever the ZeroMQ socket reconnects, the channel is closed and connected again, so that no result for an earlier
+    daemon reaches the next daemon. If the daemon has no socket for channels, requests and results are sent over the
+    ZeroMQ socket.
 
     Args:
-        socket: a DEALER socket, not yet connected.
-        address: the address to connect the socket to. The channel's socket is next to it.
+        socket: a DEALER socket that is not connected yet.
+        address: the daemon's ipc:// address for the ZeroMQ socket. The path of the socket for channels is derived from
+            this address.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -50,8 +53,9 @@ class WorkerConnection:
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connection_count = 0
         self._channel: Optional[Stream] = None
-        # The descriptors of the two ZeroMQ sockets are edge-triggered: they become readable once, and again only after
-        # the events have been queried. A query takes longer than a read from the channel.
+        # Whether the events of the two ZeroMQ sockets must be queried. Their descriptors are edge-triggered: after one
+        # has become readable, it does so again only after a query. A query takes longer than a read from the channel,
+        # so `receive` avoids unnecessary queries.
         self._has_zmq_event = True
         self._zmq_fds = [int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor)]
         self._epoll = select.epoll()
@@ -61,11 +65,14 @@ class WorkerConnection:
         socket.connect(address)
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """Return the messages received, with the channel's first; None after a reconnect to another daemon.
+        """Return the received messages, first the channel's messages; None after a reconnect to another daemon.
+
+        The list is empty if no message arrives before the timeout, or if the watched descriptor (`watch`) becomes
+        readable.
 
         Args:
-            timeout_s: seconds to wait for messages or a reconnect, -1 without limit. After a timeout, and when the
-                watched descriptor is readable, the list may be empty. With 0 a reconnect is not reported yet.
+            timeout_s: seconds to wait for messages or a reconnect; -1 for no limit. With 0, a reconnect is reported
+                only by a later call with another timeout.
         """
         messages: List[Frames] = []
         is_woken = False
@@ -90,25 +97,28 @@ class WorkerConnection:
         return messages
 
     def watch(self, descriptor: int) -> None:
-        """Have `receive` return, as after a timeout, when this descriptor is readable."""
+        """Make `receive` return when `descriptor` is readable, even if no message has arrived."""
         self._watched_fd = descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def send(self, frames: Frames) -> bool:
-        """Send a message, and return True: without a daemon, the socket keeps the message for the next one."""
-        # Sending may consume an event of the edge-triggered descriptor, so `receive` has to query the events.
+        """Send a message over the ZeroMQ socket. If no daemon runs, the socket keeps the message for the next daemon.
+
+        Always return True, because the message is not lost; see `ChannelConnection.send`.
+        """
+        # Sending may reset the edge-triggered descriptor of the socket, so `receive` has to query the events.
         self._has_zmq_event = True
         zmq_io.send(self._socket, frames)
         return True
 
     def take_descriptor(self) -> int:
-        """Return the oldest descriptor that was received on the channel. The caller owns it."""
+        """Remove and return the oldest file descriptor received on the channel. The caller must close it."""
         if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()
 
     def reply(self, *messages: Frames) -> None:
-        """Send results together and wait until the kernel has them. They are dropped if the daemon has exited."""
+        """Send results together, and wait until the kernel has accepted them. If the daemon has exited, drop them."""
         if self._channel is not None:
             send(self._channel, *messages)
         else:
@@ -121,7 +131,8 @@ class WorkerConnection:
         try:
             read(channel, messages)
         except ConnectionError:
-            # The daemon has exited or closed the channel. A last order, or a reconnect, arrives over the socket.
+            # The daemon has exited or closed the channel. The ZeroMQ socket may still receive a last order, and reports
+            # a reconnect.
             self._epoll.unregister(channel.fileno())
 
     def _read_socket(self, messages: List[Frames]) -> None:
@@ -129,7 +140,7 @@ class WorkerConnection:
             messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
-        """Connect the channel for each connection of the ZeroMQ socket; return True if it is not the first one."""
+        """Connect the channel if the ZeroMQ socket has connected. Return True if that is a reconnect."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             zmq_io.receive_event(self._monitor)
             self._connection_count += 1
@@ -141,7 +152,7 @@ class WorkerConnection:
 
     def _connect_channel(self) -> None:
         if self._channel is not None:
-            # Closing the descriptor removes it from the epoll.
+            # Closing the channel also removes its descriptor from the epoll set.
             self._channel.close()
             self._channel = None
         self._channel = connect(self._path, takes_descriptors=True)
@@ -150,12 +161,13 @@ class WorkerConnection:
 
 
 class ChannelConnection:
-    """Connection of a forked child or a template: has the methods of `WorkerConnection`, with a channel alone.
+    """Connection of a forked child or a template: has the methods of `WorkerConnection`, but uses only a channel.
 
-    It connects when it is made, and reconnects when another daemon takes over.
+    The constructor waits until the channel is connected. When the daemon restarts, `receive` reconnects the channel.
 
     Args:
-        address: the daemon's address. The channel's socket is next to it.
+        address: the daemon's ipc:// address for its children, from which the path of the socket for channels is
+            derived.
     """
 
     def __init__(self, address: str) -> None:
@@ -168,14 +180,12 @@ class ChannelConnection:
             self._retry_connect()
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """Return the messages received, an empty list after a timeout, or None after a reconnect to another daemon.
-
-        See `WorkerConnection.receive` for the argument.
-        """
+        """Return the received messages; None after a reconnect to another daemon. See `WorkerConnection.receive`."""
         messages: List[Frames] = []
         while self._channel is not None:
             try:
-                # Under load there is always something to read, so polling first would cost a second system call.
+                # Read without polling first: under load a message is always available, and polling would only cost
+                # another system call.
                 read(self._channel, messages)
             except ConnectionError:
                 self._poll.unregister(self._channel)
@@ -189,18 +199,18 @@ class ChannelConnection:
         return self._wait_reconnect(timeout_s)
 
     def watch(self, descriptor: int) -> None:
-        """Have `receive` return when this descriptor is readable, except while it waits for another daemon."""
+        """Make `receive` return when `descriptor` is readable, except while `receive` waits for another daemon."""
         self._watched_fd = descriptor
         self._poll.register(descriptor, select.POLLIN)
 
     def send(self, *messages: Frames) -> bool:
-        """Send messages together. Return False, and drop them, if no daemon is connected."""
+        """Send messages together. If no daemon is connected, drop them and return False."""
         return self._channel is not None and send(self._channel, *messages)
 
     reply = send
 
     def take_descriptor(self) -> int:
-        """Return the oldest descriptor that was received. The caller owns it."""
+        """Remove and return the oldest received file descriptor. The caller must close it."""
         if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()
@@ -231,12 +241,12 @@ Connection = Union[WorkerConnection, ChannelConnection]
 
 
 def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
-    """Return a channel to the daemon that listens at the path, or None if no daemon does."""
+    """Return a channel to the daemon that listens at `path`, or None if no daemon listens there."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
     except OSError:
-        # The daemon has no channel socket, or has already exited.
+        # The daemon has no socket for channels, or it has already exited.
         connection.close()
         return None
     enlarge_send_buffer(connection)
@@ -244,7 +254,7 @@ def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
 
 
 def send(channel: Stream, *messages: Frames) -> bool:
-    """Send messages together and wait until the kernel has all of them. Return False if the daemon has exited."""
+    """Send messages together, and wait until the kernel has accepted all. Return False if the daemon has exited."""
     try:
         if not _try_send(channel, messages):
             writable = select.poll()
@@ -266,7 +276,10 @@ def _try_send(channel: Stream, messages: Sequence[Frames]) -> bool:
 
 
 def read(channel: Stream, messages: List[Frames]) -> None:
-    """Append the messages that the channel has received. A large frame is read to its end, and nothing after it.
+    """Read from the channel once, and append the complete messages to `messages`.
+
+    A read stops at the end of a large frame. So if the last message ends with a large frame, the function reads again,
+    to get the messages after it.
 
     Raises:
         ConnectionError: the daemon has exited or closed the channel.
@@ -279,7 +292,7 @@ def read(channel: Stream, messages: List[Frames]) -> None:
 
 
 def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
-    """Wait until the channel is readable, at most `timeout_s` seconds, -1 without limit. Return whether it is."""
+    """Wait until the channel is readable, for at most `timeout_s` seconds (-1: no limit). Return whether it is."""
     readable = select.poll()
     readable.register(channel, select.POLLIN)
     return bool(readable.poll(None if timeout_s < 0 else 1000 * timeout_s))

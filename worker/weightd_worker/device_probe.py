@@ -1,8 +1,9 @@
 """Probe of a card's memory and kind: ``python -m weightd_worker.device_probe --device ascend:0``.
 
-The probe prints one line of JSON to stdout, a pipe: total_bytes and free_bytes of the card's memory, its kind (soc),
-and the number of cards that the process sees (devices); or {"error": ...}, with exit status 69. It runs in a separate
-process because it keeps the card open until it exits. Its own context counts as used memory.
+The probe prints one line of JSON to stdout, which is a pipe to the daemon: total and free bytes of the card's memory
+(total_bytes, free_bytes), the kind of card (soc), and the number of cards that the process sees (devices). After an
+error, it prints {"error": ...} and exits with status 69. It runs in a separate process because it keeps the card open
+until it exits. The memory that the probe itself takes on the card counts as used.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from weightd_worker import exit_codes
 from weightd_worker.engines.engine import BuildError, BuildSettings
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 
-# Seconds. The import of CANN alone takes many of them on a busy host.
+# Seconds after which the kernel ends the probe. Importing CANN alone may take long on a busy host.
 TIMEOUT_S = 120
 
 
 def main() -> int:
-    """Print the line, and return the exit status."""
+    """Print the line of JSON, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker.device_probe", description="Reports a card's name and memory."
     )
@@ -36,14 +37,14 @@ def main() -> int:
     )
     options = parser.parse_args()
     device: str = options.device
-    # If the daemon has started the probe, it handles Ctrl-C.
+    # With --parent, the daemon has started the probe and handles Ctrl-C, so the probe ignores SIGINT.
     process_start.reset_signals(*([signal.SIGINT] if options.parent else []))
     if options.parent:
         die_with_parent(options.parent)
     # If the driver hangs, the kernel ends this process by SIGALRM.
     signal.alarm(TIMEOUT_S)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
-        # A library may print to stdout. Its text belongs in the log, so stdout becomes stderr.
+        # Libraries may print to stdout. Redirect their text to stderr, so that the pipe gets only the line of JSON.
         os.dup2(2, 1)
         try:
             report = probe(device)
@@ -56,16 +57,17 @@ def main() -> int:
 
 
 def probe(device: str) -> Dict[str, Any]:
-    """Return the memory, the kind and the number of cards.
+    """Return the content of the line of JSON: the card's memory and kind, and the number of cards.
 
     Raises:
-        BuildError: the device is not a card, or there is no card of that number.
+        BuildError: the device is not a card, or this process sees no card with this number.
         AclError: the card cannot be queried.
     """
     card = BuildSettings(1, device).card
     if card is None:
         raise BuildError("device: expected ascend:N, got 'cpu'")
-    # This import comes before libascendcl, because it loads the libraries of CANN if the environment does not.
+    # Import mindspore_lite before libascendcl is loaded. The import makes CANN's libraries available even if the
+    # environment variables for CANN are not set.
     import mindspore_lite  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
 
     acl = Acl()
@@ -88,5 +90,5 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # The exit handlers of native libraries have been seen to crash, and the kernel frees everything.
+    # Exit without the exit handlers of native libraries, because some crash. The kernel frees all resources.
     os._exit(status)

@@ -1,14 +1,15 @@
-"""Forks processes that share the loaded memory of this one. Each starts work only after the daemon knows its pid.
+"""Forks this process. A forked process shares memory with it, and starts work only after the daemon has its pid.
 
-The parent of a forked process is the parent of this one (``CLONE_PARENT``): the daemon or its shim. So the parent is
-notified when the process exits, and the process dies with the parent, even if this process has exited before.
+Forked processes are siblings of this process, not children (``CLONE_PARENT``): their parent is the daemon or its shim.
+So the daemon or the shim is notified when a forked process exits. A forked process dies when its parent exits, but
+survives the exit of this process.
 
-`clone` runs the interpreter's fork hooks, as `os.fork` does. It does not run the handlers that libraries register with
-the C library for their threads, and leaves the C library's copy of the thread id to the kernel. A process with one
-thread needs no more.
+The function `clone` runs the interpreter's fork hooks, as `os.fork` does. It does not run the handlers that libraries
+register by pthread_atfork(3), and the kernel instead of the C library updates the C library's copy of the thread id.
+This is sufficient for a process with one thread.
 
-An import may change anything in its process. A forked process keeps the imported modules, and resets the rest of its
-state (`ProcessState`).
+The imports of this process may have changed its signal handlers, working directory and other state. A forked process
+keeps the imported modules, but has its state reset (`ProcessState`).
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from weightd_worker.pagesharing.libc import libc, unsupported_reason
 
 
 class InheritedModel(NamedTuple):
-    """The built model that a worker inherits from the template that it was forked from.
+    """The built model that a worker inherits when it is forked from a template.
 
     Attributes:
-        engine: an engine that has built the model.
+        engine: the engine that has built the model in the template.
         sha256: the digest of the model's files.
-        shared_bytes: the size in bytes of the memory that is shared by the fork.
+        shared_bytes: the size of the built model in bytes, which the fork shares.
     """
 
     engine: Engine
@@ -50,22 +51,22 @@ class InheritedModel(NamedTuple):
 
 
 MakeChildMain = Callable[[Sequence[str], Optional[InheritedModel]], Callable[[], int]]
-"""Returns the main function of a child with these arguments and this inherited model. The function returns the exit
-status.
+"""Function that takes the arguments of a new process and the model that it inherits, if any, and returns the main
+function of this process. The main function returns the exit status.
 
-It runs before the fork, so that later forked processes share its memory. It raises SystemExit if the arguments are
-invalid.
+It is called before the fork, so that the memory that it allocates is shared with processes that are forked later. It
+raises SystemExit if the arguments are invalid.
 """
 
 ReportForked = Callable[[Forked], bool]
-"""Reports to the daemon. Returns False if the report was lost."""
+"""Function that reports to the daemon which process was forked, or why not. It returns False if the report was lost."""
 
 
 class Forker:
-    """Forks this process.
+    """Forks this process on the daemon's orders.
 
     Args:
-        process_state: the state of this process.
+        process_state: the state to which forked processes are reset.
         make_child_main: makes the main function of a forked process.
     """
 
@@ -78,13 +79,14 @@ class Forker:
         return cannot_fork_reason()
 
     def freeze_memory(self) -> None:
-        """Prepare this process's memory for sharing, once everything to be shared is loaded.
+        """Prepare the memory of this process for sharing with forked processes. Call it after the last import or build.
 
-        Without this, the garbage collector would write to each object that it examines and so unshare its page, and
-        forked processes would share free memory only until they use it.
+        The garbage collector writes to each object that it examines, and each written page is copied in the forked
+        process. So this method excludes all existing objects from garbage collection. It also returns free memory to
+        the kernel, because pages of free memory are no longer shared once a forked process uses them.
 
         Raises:
-            OSError: from `ProcessState.restore`.
+            OSError: the working directory of this process no longer exists (`ProcessState.restore`).
         """
         self._process_state.restore()
         gc.collect()
@@ -94,7 +96,10 @@ class Forker:
         gc.freeze()
 
     def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[InheritedModel] = None) -> None:
-        """Fork a process and report its pid, or report why that failed. In the new process this never returns."""
+        """Fork a process and report its pid, or report why the fork failed.
+
+        In the new process, this method never returns, but runs the main function and exits.
+        """
         reason = self.cannot_fork_reason()
         if not reason:
             try:
@@ -113,7 +118,7 @@ class Forker:
             pid = clone()
             if not pid:
                 self._run_child(order, child_main, read_fd, write_fd)
-            # The child waits for a byte, and exits if this process ends or cannot report it to the daemon.
+            # The new process waits for this byte. It exits if this process exits or cannot report it to the daemon.
             if report(Forked(order.name, pid)):
                 with contextlib.suppress(BrokenPipeError):
                     os.write(write_fd, b"\0")
@@ -125,8 +130,8 @@ class Forker:
         def delayed_main() -> int:
             os.close(write_fd)
             if not os.read(read_fd, 1):
-                # A daemon that has received the report sees by SIGKILL that the child did not fail by itself, and
-                # starts another one.
+                # If the daemon has received the report nevertheless, SIGKILL shows it that the new process has not
+                # failed by itself, and the daemon starts another one.
                 os.kill(os.getpid(), signal.SIGKILL)
             self._process_state.initialize_child(order.log)
             return child_main()
@@ -135,7 +140,7 @@ class Forker:
 
 
 def _flush_output() -> None:
-    """Flush all output buffers: otherwise each process would write the buffered data."""
+    """Flush all output buffers. Otherwise this process and the forked process would both write the buffered data."""
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)
@@ -144,23 +149,24 @@ def _flush_output() -> None:
 _FIRST_OTHER_FD = 3
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 
-# Number of 32-bit words that seed numpy's generator.
+# Number of random 32-bit words with which numpy's random generator is seeded after a fork.
 _SEED_WORDS = 8
 
 
 class ProcessState:
-    """Signal handlers, signal mask, umask, directory and OOM score of this process when the object is made.
+    """Signal handlers, signal mask, umask, working directory and OOM score of this process when the object is made.
 
-    A forked process changes as little as possible, because each page that it writes to becomes private.
+    `restore` resets the state before a fork, so that a forked process need not do so. A forked process writes to as
+    little memory as possible, because each page that it writes becomes private.
 
     Attributes:
-        oom_score: the OOM score of the daemon.
+        oom_score: the OOM score of the daemon, which this process has inherited; None if it cannot be read.
     """
 
     def __init__(self) -> None:
         self.oom_score = process_attributes.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
-        # None: the handler was not installed by Python, or there is no signal of this number.
+        # The handler is None if it was not installed by Python, or if no signal has this number.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask = os.umask(0o77)
@@ -168,15 +174,15 @@ class ProcessState:
         self._directory = _current_directory()
 
     def restore(self) -> None:
-        """Reset this process, and so each process forked later, to this state, whatever imports have changed.
+        """Reset this process to this state, which processes that are forked later inherit.
 
         Raises:
-            OSError: the directory no longer exists.
+            OSError: the working directory no longer exists.
         """
         os.umask(self._umask)
         if self._directory is not None and self._directory != _current_directory():
             os.chdir(self._directory)
-        # faulthandler installs native handlers, which only it can remove.
+        # Disable faulthandler first, because only faulthandler itself can remove its native signal handlers.
         faulthandler.disable()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._handlers.items():
@@ -186,28 +192,28 @@ class ProcessState:
         tempfile.tempdir = None
 
     def initialize_child(self, log: str) -> None:
-        """Set up a process that was just forked, and direct its output to `log`.
+        """Set up a new process after the fork, and redirect its output to the file `log`.
 
         Raises:
-            OSError: the log cannot be opened.
+            OSError: the log file cannot be opened.
         """
         os.setsid()
         _redirect_output(log)
-        # The modules random and tempfile reseed themselves after a fork.
+        # Seed numpy's generator with new random numbers. Python's own modules random and tempfile reseed themselves.
         np.random.seed(np.frombuffer(os.urandom(4 * _SEED_WORDS), np.uint32))
-        # Temporary files lie beside the log and are removed with it, as in a spawned process.
+        # Put temporary files beside the log, as in a spawned process, so that the daemon removes them with the log.
         os.environ["TMPDIR"] = os.path.dirname(log)  # noqa: PTH120 - a path object takes memory
 
 
 def _redirect_output(log: str) -> None:
-    """Open /dev/null as stdin and the log as stdout and stderr, and close every other descriptor."""
+    """Open /dev/null as stdin and the file `log` as stdout and stderr, and close every other descriptor."""
     null = os.open(os.devnull, os.O_RDWR)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
         if number >= _FIRST_OTHER_FD:
-            # The descriptor by which the directory was listed is already closed.
+            # The list includes the descriptor with which the directory was listed. It is already closed.
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -233,16 +239,18 @@ for _function in (_pythonapi.PyOS_BeforeFork, _pythonapi.PyOS_AfterFork_Parent, 
 
 
 def cannot_fork_reason(tasks: str = _TASKS) -> str:
-    """Return why this process cannot be forked now, or "" if it can: a fork keeps only one of several threads.
+    """Return why this process cannot be forked now, or "" if it can.
+
+    A process with several threads must not be forked, because only one thread would continue in the new process.
 
     Args:
-        tasks: the directory in which the kernel lists the threads.
+        tasks: the directory in which the kernel lists this process's threads.
     """
     if sys.platform != "linux" or sys.maxsize <= 2**32 or platform.machine() not in _SYS_CLONE:
         return f"cannot fork: expected {' or '.join(_SYS_CLONE)} under Linux, got {platform.machine()}"
     if not _tid_address():
         return "cannot fork: the kernel does not report the address of the C library's thread id"
-    # A path object would touch memory, and each forked process would then have a private copy of its pages.
+    # Use no path object, because making one writes to memory. In a forked process, the written pages become private.
     other_threads = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
     if not other_threads:
         return ""
@@ -251,18 +259,19 @@ def cannot_fork_reason(tasks: str = _TASKS) -> str:
 
 
 def clone() -> int:
-    """Fork this process: return the pid of the new process, and 0 in that process.
+    """Fork this process. Return the pid of the new process in this process, and 0 in the new process.
 
-    The caller has checked that `cannot_fork_reason` returns "".
+    Call it only if `cannot_fork_reason` returns "".
 
     Raises:
-        OSError: the kernel has not made a process.
+        OSError: the kernel cannot create a process.
     """
     address = _tid_address()
     libc = ctypes.PyDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     arguments = (_SYS_CLONE[platform.machine()], _FLAGS, 0, 0, address, address)
-    # The order of the last two arguments differs by architecture. The kernel ignores the one that is not child_tid.
+    # The address is passed twice because the order of the last two arguments, tls and child_tid, depends on the
+    # architecture. With these flags the kernel ignores tls.
     words = [ctypes.c_long(each) for each in arguments]
     _pythonapi.PyOS_BeforeFork()
     pid = int(libc.syscall(*words))
@@ -277,7 +286,7 @@ def clone() -> int:
 
 
 def _tid_address() -> int:
-    """Return the address where the C library stores its thread id (set_tid_address(2)), or 0 if it is not known."""
+    """Return the address at which the C library stores the thread id (set_tid_address(2)), or 0 if it is unknown."""
     address = ctypes.c_void_p()
     failed = ctypes.CDLL(None).prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
     return 0 if failed else address.value or 0
@@ -287,5 +296,5 @@ def _thread_name(task: Path) -> str:
     try:
         return (task / "comm").read_text("utf-8", "replace").strip()
     except OSError:
-        # The thread has exited in the meantime; the next check will not find it.
+        # The thread has exited since the directory was listed.
         return "?"

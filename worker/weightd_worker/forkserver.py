@@ -1,7 +1,8 @@
 """Fork server of one interpreter and engine: the daemon runs ``python -m weightd_worker.forkserver``.
 
-Holders and workers are forked from it. It has imported all that they need, and has one thread and no ZeroMQ context. It
-takes orders over its channel, and exits when the channel closes.
+Holders and workers are forked from the fork server. The fork server has imported all modules that they need. It has
+only one thread and no ZeroMQ context, so that it can be forked. It receives the daemon's orders over its channel, and
+exits when the channel closes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from weightd_common import process_start
 from weightd_common.process_start import die_with_named_parent
 
 if __name__ == "__main__":
-    # The daemon handles Ctrl-C, and stops its children in order.
+    # Ignore SIGINT: on Ctrl-C, the daemon stops its children in the right order.
     process_start.reset_signals(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
-# The self-test needs this module, which numpy may import only when it is first used.
+# Import numpy.random before any fork: the self-test needs it, and numpy may import it only on first use.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from weightd_common import endpoints
@@ -38,7 +39,8 @@ from weightd_worker.forking import Forker
 
 _log = logging.getLogger("weightd.worker")
 
-# The OOM score of a holder: the forked processes survive the fork server, but the next ones cost more without it.
+# The fork server has the OOM score of a holder. The processes forked from it survive its loss, but later processes must
+# be spawned, which takes more time and memory.
 _ROLE = "holder"
 
 
@@ -49,7 +51,7 @@ def main() -> int:
     main_loop.attach_to_parent(_ROLE, arguments.parent, process_state)
     forker = main_loop.make_forker(arguments.parent, process_state)
     try:
-        # The engine itself is not needed, only the modules that it imports.
+        # Make an engine only to import the engine's modules; the engine itself is not used.
         ENGINES[arguments.engine](BuildSettings(1, "cpu"))
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))

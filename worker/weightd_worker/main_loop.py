@@ -1,4 +1,4 @@
-"""Main function of a child, spawned or forked: sets up the process, makes the engine and runs a session."""
+"""Main function of a spawned or forked child process: sets up the process, makes the engine and runs a session."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ from weightd_worker.sessions.rank import RankInputs, RankSession, run_broker
 
 _log = logging.getLogger("weightd.worker")
 
-# How long libzmq may take to deliver the last message, which gives the reason for the exit.
+# Milliseconds for which libzmq may delay the exit to deliver the last message, which contains the reason for the exit.
 _LINGER_MS = 2000
 
 
 def prepare_process() -> ProcessState:
-    """Set up a process that was just started: a child, or a fork server."""
-    # The daemon has disabled core dumps, but the interpreter may be a script that has raised the limit.
+    """Set up a process that was just started: a spawned child, or a fork server. Return its state."""
+    # This process inherits the daemon's limit for core dumps, but a wrapper script around the interpreter may have
+    # raised the limit.
     disable_core_dumps()
-    # A crash, or the SIGABRT that the daemon sends to a hung process, writes the stacks of all threads to the log.
+    # Write the stacks of all threads to the log after a crash, and after the SIGABRT that the daemon sends to a hung
+    # process.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     pagesharing.prepare()
@@ -56,7 +58,7 @@ def prepare_process() -> ProcessState:
 
 
 def attach_to_parent(role: str, parent_pid: int, process_state: ProcessState) -> None:
-    """Tie this process to its parent's lifetime and set its OOM score.
+    """Make the kernel kill this process when its parent exits, and set the OOM score for this process's role.
 
     Raises:
         SystemExit: the parent has exited.
@@ -71,13 +73,13 @@ def run(
     origin: str = "spawned",
     inherited_model: Optional[InheritedModel] = None,
 ) -> int:
-    """Run a session until the daemon stops it, and return the exit status.
+    """Run the session of a child until the daemon stops it, and return the exit status.
 
     Args:
         arguments: the parsed arguments, see `arguments.parse`.
-        process_state: the state of this process, or of the process that it was forked from.
-        origin: how the process was made: "spawned", "forked" or "template".
-        inherited_model: the built model, if the process was forked from a template.
+        process_state: the state of this process, or of the process from which it was forked.
+        origin: how this process was started: "spawned", "forked" by a fork server, or forked from a "template".
+        inherited_model: the built model, if this process was forked from a template; otherwise None.
     """
     attach_to_parent(arguments.role, arguments.parent, process_state)
     if arguments.cores:
@@ -98,10 +100,10 @@ def run(
 
 
 def _set_cpu_affinity(cores: str) -> None:
-    """Pin this thread to the cores. Threads that it starts later inherit the affinity.
+    """Pin this thread to the cores in a core list. Threads that it starts later inherit the affinity.
 
     Raises:
-        SystemExit: the list is invalid, or none of the cores is available.
+        SystemExit: the core list is invalid, or none of the cores is available.
     """
     try:
         os.sched_setaffinity(0, parse_cpulist(cores))
@@ -117,14 +119,21 @@ def make_child_main(
     argv: Sequence[str],
     inherited_model: Optional[InheritedModel],
 ) -> Callable[[], int]:
-    """Return the main function of a forked process, whose arguments are `argv` and `--parent`.
+    """Return the main function of a process that will be forked from this process.
+
+    Args:
+        parent_pid: the pid of the parent of both processes.
+        process_state: the state of this process.
+        title: sets the command line that `ps` shows for the forked process.
+        argv: the command-line arguments of the forked process, without `--parent`.
+        inherited_model: the built model, if this process is a template; otherwise None.
 
     Raises:
         SystemExit: the arguments are invalid.
     """
     argv = [*argv, "--parent", str(parent_pid)]
     arguments = child_arguments.parse(argv)
-    # Every user of the host can read the title, so it names no model.
+    # The command line shown by `ps` names no model, because every user of the host can read it.
     command = [title.first_word, *child_arguments.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
 
     def child_main() -> int:
@@ -136,7 +145,7 @@ def make_child_main(
 
 
 def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
-    """Return a forker of this process, whose forked processes are children of its parent."""
+    """Return a forker for this process. The processes that it forks are children of `parent_pid`."""
     return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, ProcessTitle()))
 
 
@@ -182,7 +191,7 @@ def _run_session(
 
 
 def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -> int:
-    """Run one process of a rank group."""
+    """Run a process of a rank group: a rank, or the broker."""
     try:
         rendezvous = RendezvousInfo.from_json(arguments.rendezvous)
         engine_type = RANK_ENGINES[arguments.engine]
@@ -211,7 +220,7 @@ def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -
 
 
 def _run_model_group(connection: Connection, arguments: argparse.Namespace) -> int:
-    """Run the process of a model group."""
+    """Run a process that serves all models of a model group."""
     try:
         members = GroupMembers.from_json(arguments.models)
         group = ModelGroup(
@@ -229,7 +238,10 @@ def _run_model_group(connection: Connection, arguments: argparse.Namespace) -> i
 
 
 def _enter_work_dir(arguments: argparse.Namespace) -> None:
-    """Change to a private working directory: libraries write files, whose names may be the same in each process."""
+    """Change to a working directory that only this process uses.
+
+    Libraries write files to the working directory, and may use the same names in each process.
+    """
     directory = Path(arguments.store).with_name(f"{arguments.name}.files")
     directory.mkdir(mode=0o700, exist_ok=True)
     os.chdir(str(directory))
@@ -260,5 +272,5 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
 
 def _report_failure(connection: Connection, error: Exception, status: int, prefix: str = "") -> int:
     connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
-    connection.receive()  # any message shows that the daemon has read the cause
+    connection.receive()  # wait for the daemon's reply, which shows that the daemon has read the reason
     return status

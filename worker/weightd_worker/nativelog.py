@@ -1,7 +1,7 @@
-"""Finds the cause of a native failure in the error messages that the engine's library wrote to stderr.
+"""Finds the cause of a failure in an engine's library in the error messages that the library has written to stderr.
 
-The daemon gives each child a log file as its stderr. So the child can read the library's latest messages without
-redirecting anything.
+The daemon starts each child with a log file as stderr. So the child can read the library's latest messages from this
+file, and need not redirect stderr.
 """
 
 from __future__ import annotations
@@ -15,35 +15,40 @@ _STDERR = 2
 _MAX_READ_BYTES = 64 * 1024
 _MAX_LINES = 4
 
-# The log is emptied when it is larger, so that a library that logs in every predict cannot fill the disk.
+# Size in bytes above which the log is emptied, so that a library that logs in every predict cannot fill the disk.
 _MAX_LOG_BYTES = 4 * 1024 * 1024
 
 
 class NativeLog:
-    """Finds error lines in the log that stderr writes to. If stderr is not a file, it finds none.
+    """Finds error messages in the log file of this process, which is its stderr.
+
+    If stderr is not a file, no messages are found.
 
     Args:
-        error_line: matches a line that reports an error, with the message in the group ``text``.
+        error_line: pattern that matches a line with an error. Its group ``text`` is the error message.
     """
 
     def __init__(self, error_line: Pattern[str]) -> None:
         self._error_line = error_line
 
     def translate_errors(self, error: Type[Exception]) -> _ErrorTranslator:
-        """Return a context manager that turns a RuntimeError into `error`, with the causes from the log in its text."""
+        """Return a context manager that converts a RuntimeError in its block to the exception type `error`.
+
+        The text of the new exception also contains the error messages that were logged in the block.
+        """
         return _ErrorTranslator(self, error)
 
     @staticmethod
     def size() -> int:
-        """Return the size of the log in bytes, -1 if stderr is not a file."""
+        """Return the size of the log file in bytes, or -1 if stderr is not a file."""
         return _size()
 
     def errors_since(self, start: int) -> List[str]:
-        """Return the first error messages after the first `start` bytes of the log, without repetitions."""
+        """Return the first error messages in the log file from the offset `start` on, without repetitions."""
         size = self.size()
         if size < 0:
             return []
-        # Opening the file anew through /proc makes it readable: stderr itself is open for writing only.
+        # stderr is open for writing only, so open the log file again through /proc for reading.
         try:
             with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
                 log.seek(max(start, size - _MAX_READ_BYTES))
@@ -51,12 +56,12 @@ class NativeLog:
         except OSError:
             return []
         found = [match.group("text").strip() for match in map(self._error_line.match, lines) if match]
-        # The first line is the root cause, the later ones are from its callers.
+        # The first message describes the cause. Later messages are from the functions that called the failed function.
         return list(dict.fromkeys(found))[:_MAX_LINES]
 
 
 class _ErrorTranslator:
-    """The context manager of `NativeLog.translate_errors`. A generator would cost each predict more time."""
+    """Context manager of `NativeLog.translate_errors`. A generator would slow down each predict."""
 
     __slots__ = ("_error", "_log", "_start")
 
@@ -87,6 +92,6 @@ def _size() -> int:
 
 
 def truncate_if_too_large() -> None:
-    """Empty the log if it is too large."""
+    """Empty the log file if it is larger than `_MAX_LOG_BYTES`."""
     if _size() > _MAX_LOG_BYTES:
         os.ftruncate(_STDERR, 0)

@@ -1,4 +1,4 @@
-"""Runs the inference requests of a worker and sends their results."""
+"""Runs the inference requests that a worker receives, and sends the results to the daemon."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from weightd_worker.selftest.selftest import AnswerVerifier
 
 _log = logging.getLogger("weightd.worker")
 
-# Bounds of the cache of batch layouts: its entries, and the batch items of an entry.
+# Maximum number of stored batch layouts, and maximum number of requests in a batch whose layout is stored.
 _MAX_MERGED_REQUESTS = 64
 _MAX_MERGED_ITEMS = 64
 
 Reply = Tuple[object, Sequence[Any]]
-"""A message and its tensors."""
+"""A message to the daemon, and the tensors that are sent with it."""
 
 PredictItem = Tuple[Predict, Sequence[Any]]
-"""A request, and the tensors of it that are sent in frames."""
+"""A request, and its tensors that have arrived in frames and not in shared memory."""
 
 _layout_of = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
 
 class RequestRunner(abc.ABC):
-    """Interface of a runner: runs the requests of a process and replies to each.
+    """Interface of an object that runs the requests of a process and sends a reply to each request.
 
     Attributes:
-        regions: the clients' shared memory that is mapped in this process.
-        step: the step of the last request in a rank group or a model group; else 0.
+        regions: the regions of clients' shared memory that this process has mapped.
+        step: the step of the last request in a rank group or a model group; 0 in other processes.
     """
 
     def __init__(self, regions: RegionTable) -> None:
@@ -50,29 +50,30 @@ class RequestRunner(abc.ABC):
 
     @abc.abstractmethod
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
-        """Run one request; return the status with which the process has to exit, or OK."""
+        """Run one request. Return OK, or the exit status if the process must exit."""
 
     @abc.abstractmethod
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
-        """Run several requests in one predict; return a status as `predict` does.
+        """Run several requests in one predict. Return OK, or the exit status if the process must exit.
 
         Args:
-            items: the requests, in their order.
-            rows: run the model on at least this number of rows; 0: on the rows that the items have.
-            principal_ids: the principal of each item; empty unless batched answers are compared with answers alone.
+            items: the requests, in their order in the batch.
+            rows: the minimum number of rows of the batch; 0 for the number of rows that the requests have.
+            principal_ids: the principal of each request; empty if answers in a batch are not compared with answers
+                alone.
         """
 
 
 class Predictor(RequestRunner):
-    """Runs requests on an engine that has built the model.
+    """Runs requests on one engine, which must have built its model.
 
     Args:
         engine: the engine.
-        reply: sends its arguments, replies to the daemon, together.
-        regions: the clients' shared memory that is mapped in this process.
+        reply: function that sends its arguments, which are replies, to the daemon together.
+        regions: the regions of clients' shared memory that this process has mapped; None for a new table.
 
     Attributes:
-        verifier: checks answers against the self-test; None before the self-test has run.
+        verifier: checks answers against the signature and the self-test; None before the self-test has run.
         batch_guard: decides which requests may share a predict.
     """
 
@@ -82,13 +83,14 @@ class Predictor(RequestRunner):
         self.batch_guard = BatchGuard(engine, reply)
         self._engine = engine
         self._reply = reply
-        # The layout and the description of the last answer that was sent exactly as the engine returned it.
+        # The layout and the description of the last answer that could be sent exactly as the engine returned it. They
+        # are used again if the next answer has the same layout.
         self._last_layout: Tuple[Any, ...] = ()
         self._last_description: Any = None
         self._merged_requests: Dict[Tuple[int, ...], BatchLayout] = {}
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
-        """Run one request, send its result or error, and return the exit status or OK."""
+        """Run one request, and send its result or error. Return OK, or the exit status if the process must exit."""
         try:
             request_description, regions, placed = order.description, order.regions, None
             inputs = self._input_arrays(order, frames)
@@ -110,10 +112,10 @@ class Predictor(RequestRunner):
     def _verify_outputs(
         self, request_description: RequestDescription, inputs: Arrays, outputs: Arrays
     ) -> Tuple[Arrays, ResponseDescription]:
-        """Check the outputs of a predict; return the outputs to send and their description.
+        """Check the outputs of a predict. Return the outputs to send and their description.
 
-        Both depend only on the request's description and on the names and layouts of the outputs. Most requests are
-        like the one before, so the last description of an unchanged answer is kept.
+        Check and description depend only on the request's description and on the names and layouts of the outputs. Most
+        requests equal the request before in this respect, so the last description is stored and used again.
         """
         form = (request_description, *outputs, *map(_layout_of, outputs.values()))
         if self.verifier is not None:
@@ -131,8 +133,8 @@ class Predictor(RequestRunner):
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
         """Run the model once on the rows of several requests, and reply to each.
 
-        Where the model rejects the merged inputs, or the answer cannot be divided, each request runs alone, so that
-        only a faulty one fails.
+        If the model rejects the merged inputs, or the outputs cannot be divided among the requests, each request runs
+        alone, so that only an invalid request fails.
         """
         try:
             merged = self._merged_request(items, rows)
@@ -155,7 +157,7 @@ class Predictor(RequestRunner):
     def _predict_apart(
         self, alone_indices: Sequence[int], items: Sequence[PredictItem], principal_ids: Tuple[int, ...]
     ) -> int:
-        """Run the requests at `alone_indices` one by one, after the others have run together."""
+        """Run the requests at `alone_indices` one by one, after all other requests have run together."""
         batched_indices = [index for index in range(len(items)) if index not in alone_indices]
         batched_principal_ids = tuple([principal_ids[index] for index in batched_indices]) if principal_ids else ()
         status = (
@@ -172,14 +174,14 @@ class Predictor(RequestRunner):
         form = (*outputs, *map(_layout_of, outputs.values()))
         if form != merged.output_layout:
             outputs = self._learn_outputs(merged, inputs, outputs, form)
-        # Another thread may replace the slices while this one runs the model again.
+        # Take the slices now, because `check` may run the model again, and another thread may replace them meanwhile.
         slices = merged.slices
         if len(items) > 1:
             self.batch_guard.check(merged, inputs, outputs, principal_ids)
         return outputs, slices
 
     def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[OutputSlice], outputs: Arrays) -> int:
-        """Send each request its slice of the outputs."""
+        """Send the reply to each request, with the request's slice of the outputs."""
         all_bytes = [*map(frame_of, outputs.values())]
         results: List[Reply] = []
         for (order, _), (description, byte_ranges) in zip(items, slices):
@@ -218,7 +220,8 @@ class Predictor(RequestRunner):
         return exit_codes.OK
 
     def _merged_request(self, items: Sequence[PredictItem], rows: int) -> BatchLayout:
-        # The decoder returns the same object for the same description while anything refers to it.
+        # The object ids can be the key: while a description object exists, the decoder returns the same object for
+        # equal descriptions, and a stored layout refers to its descriptions.
         key = (rows, *[id(order.description) for order, _ in items])
         merged = self._merged_requests.get(key)
         if merged is None:
@@ -230,7 +233,7 @@ class Predictor(RequestRunner):
         return merged
 
     def _learn_outputs(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
-        """Compute the slices of an answer whose layout is new, and return the outputs to divide."""
+        """Compute the slices for outputs with a new layout, and return the outputs that are divided by them."""
         if self.verifier is not None:
             outputs = self.verifier.verify(inputs, outputs)
         arrays = _to_wire_arrays(outputs)
@@ -239,7 +242,7 @@ class Predictor(RequestRunner):
         return arrays
 
     def _input_bytes(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
-        """Return the bytes of each input of a request, with copies of those in regions."""
+        """Return the bytes of each input of a request. Inputs in shared memory are copied."""
         if order.regions is None:
             return frames
         sizes, left = order.description.sizes, iter(frames)
@@ -258,7 +261,7 @@ class Predictor(RequestRunner):
         )
 
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
-        """Return the inputs of a request with some inputs in regions."""
+        """Return the inputs of a request that has inputs in shared memory. These inputs are copied."""
         specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
         for location in regions.inputs:
@@ -272,7 +275,10 @@ class Predictor(RequestRunner):
     def _write_to_regions(
         self, regions: MappedRegions, frames: List[Any]
     ) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
-        """Write outputs to the client's regions where they fit; return their positions, and the other frames."""
+        """Write outputs to the client's shared memory if they fit.
+
+        Return the positions of the written outputs, None if there are no such outputs, and the frames of all others.
+        """
         placed: List[int] = []
         for location in regions.outputs:
             index = location.tensor_index
@@ -287,7 +293,10 @@ class Predictor(RequestRunner):
         return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
     def _is_model_intact(self, error: RequestError) -> bool:
-        """Return whether, as far as can be checked, the model still answers correctly after a rejected predict."""
+        """Return whether the model seems to be intact after a predict raised `error`.
+
+        Unless the kind of error shows this, the self-test is run. Without a self-test, the model counts as intact.
+        """
         if isinstance(error, ModelCorrupted):
             return False
         return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_corrupted()
@@ -298,14 +307,15 @@ class Predictor(RequestRunner):
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
         if isinstance(error, MaybeCorrupted):
-            # Another request corrupted the model, and is reported. The daemon runs this one in another process.
+            # Send no reply: the failed reply to the request that has corrupted the model makes the daemon run this
+            # request in another process.
             return exit_codes.MODEL_CORRUPTED
         self._reply((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
         return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK
 
 
 def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
-    """Return the received tensors as aligned arrays. The frames are already in native byte order and C order."""
+    """Return the received tensors as aligned arrays. Their bytes are already in native byte order and C order."""
     inputs: Arrays = {}
     for spec, frame in zip(specs, frames):
         array = from_frame(spec, frame)
@@ -314,10 +324,11 @@ def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
 
 
 def _to_wire_arrays(outputs: Arrays) -> Arrays:
-    """Convert outputs for the wire.
+    """Convert outputs to the form in which the protocol sends them.
 
-    An output that the protocol cannot carry is an error of the request, which chose the sizes. An oversized frame would
-    cost the connection.
+    Raises:
+        InvalidArgument: the protocol cannot carry an output, for example because it is too large. The request has
+            caused this by the sizes of its inputs.
     """
     arrays: Arrays = {}
     for name, array in outputs.items():

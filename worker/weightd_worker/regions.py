@@ -1,15 +1,19 @@
-"""Shared memory of clients: copies input tensors out of it before use, and writes output tensors to it.
+"""Shared memory of clients: copies input tensors from it before use, and writes output tensors to it.
 
-The client may write to that memory, and punch holes in it, at any moment. So no value is read there twice: an index
-that changes after its check would make the engine read elsewhere in this process.
+A client may write to its shared memory, and punch holes in it, at any time. So this module reads each value only once
+and copies it. Otherwise the client could change an index after the engine has checked it, and the engine would read
+other memory of this process.
 
-No access here allocates a page of that memory. When a process touches a hole in a memfd, the kernel allocates a page
-and charges it to the control group of that process for as long as the page exists, so a client that keeps the
-descriptor could use up weightd's memory. A check for holes before each access is not enough, because the client can
-punch a hole after the check. So mappings are registered with userfaultfd(2), and the kernel stops a thread that touches
-a missing page. Another thread then replaces the mapping from that page on with anonymous memory, which is freed with
-the mapping, and wakes the stopped thread. A mapping with a replaced part is never used again: inputs of that region are
-then read by system calls, which allocate nothing, and no outputs are written to it.
+This module never allocates a page of the client's memory. If a process accesses a hole in a memfd, the kernel allocates
+a page and charges it to the control group of this process as long as the page exists. So a client could use up
+weightd's memory. Checking for holes before each access is not sufficient, because the client can punch a hole after the
+check. Therefore each mapping of shared memory is registered with userfaultfd(2):
+
+1. When a thread accesses a missing page, the kernel stops the thread.
+2. Another thread replaces the mapping, from this page on, by anonymous memory, which is freed with the mapping, and
+   wakes the stopped thread.
+3. The mapping is never used again. Later inputs in the region are read by system calls, which allocate no pages, and no
+   outputs are written to the region.
 """
 
 from __future__ import annotations
@@ -33,22 +37,22 @@ from weightd_protocol.errors import Internal
 
 _log = logging.getLogger("weightd.worker")
 
-# Alignment in bytes that the widest instructions of an engine require.
+# Alignment of copied tensors in bytes, as the widest vector instructions of an engine require.
 _ALIGNMENT = 64
 _NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
 class RegionTable:
-    """The regions that clients have registered, by the numbers that the daemon has given them.
+    """The regions of shared memory that clients have registered, by the number that the daemon has assigned.
 
-    The daemon has checked that a region cannot change its size, and that the tensors of each request lie within.
+    The daemon has checked that no region can change its size, and that the tensors of each request are within a region.
     """
 
     def __init__(self) -> None:
         self._regions: Dict[int, _Region] = {}
 
     def map(self, number: int, descriptor: int) -> None:
-        """Add a region and take ownership of its descriptor. If it cannot be read, requests that name it fail."""
+        """Add a region and take ownership of its descriptor. If it cannot be read, requests that use it fail."""
         self._regions[number] = _Region(descriptor)
 
     def unmap(self, number: int) -> None:
@@ -56,11 +60,11 @@ class RegionTable:
         self._regions.pop(number, None)
 
     def clear(self) -> None:
-        """Remove all regions, because another daemon uses other numbers."""
+        """Remove all regions. Call it after a restart of the daemon, which assigns new numbers."""
         self._regions.clear()
 
     def read(self, number: int, offset: int, nbytes: int) -> Any:
-        """Return an aligned copy of `nbytes` bytes, as an array of uint8.
+        """Return an aligned copy of `nbytes` bytes of a region, from `offset` on, as an array of uint8.
 
         Raises:
             Internal: this worker does not have the region, or cannot read it.
@@ -75,10 +79,11 @@ class RegionTable:
         return copy
 
     def write(self, frame: Any, number: int, offset: int, max_bytes: int) -> bool:
-        """Write bytes, as returned by `frame_of`, to a region. Return False if they were not written.
+        """Write the bytes of an output, as returned by `frame_of`, to a region. Return whether they were written.
 
-        They are not if there is not enough space, if the client has sealed the region or has not written to each page
-        of the space before, and on a system without userfaultfd.
+        The bytes are not written if there are more than `max_bytes`, if the client has sealed the region against
+        writes, if a page at this place is missing because the client has never written to it, or if the system has no
+        userfaultfd.
 
         Raises:
             Internal: this worker does not have the region.
@@ -96,7 +101,7 @@ class RegionTable:
 
 
 class _Region:
-    """One region, which closes its descriptor when it is garbage-collected."""
+    """One region of shared memory. It owns a descriptor, which is closed when the object is garbage-collected."""
 
     __slots__ = ("_descriptor", "_mapping")
 
@@ -119,7 +124,7 @@ class _Region:
             done += count
 
     def write(self, offset: int, source: Any) -> bool:
-        """Write an array of bytes; return False if the region cannot be written."""
+        """Write an array of bytes to the region from `offset` on. Return False if the region cannot be written."""
         window = self._mapping
         return window is not None and window.write(offset, source)
 
@@ -141,7 +146,7 @@ def _user_faults() -> Optional[UserFaults]:
     try:
         return UserFaults()
     except (OSError, RuntimeError) as error:
-        # A RuntimeError means that no thread can be started.
+        # Python raises RuntimeError if it cannot start a thread.
         _log.warning("large tensors are slower: no userfaultfd for shared memory of clients: %s", error)
         return None
 
@@ -162,7 +167,8 @@ _RANGE = struct.Struct("=QQ")
 _MESSAGE = struct.Struct("=16xQ8x")
 _SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 
-# How much of a mapping is replaced at a time: the process keeps that memory until the mapping is removed.
+# Maximum number of bytes of a mapping that are replaced after one page fault. The process may keep this memory until
+# the mapping is removed.
 _REPLACE_CHUNK_BYTES = 16 << 20
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -170,7 +176,7 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class UserFaults:
-    """Maps shared memory, and handles page faults of the mappings in one thread for the life of the process.
+    """Maps shared memory, and handles missing pages of all these mappings in one thread that never ends.
 
     Raises:
         OSError: the system has no userfaultfd, or this process may not use it.
@@ -181,7 +187,8 @@ class UserFaults:
         libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
         libc.mmap.restype = ctypes.c_void_p
         libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        # ctypes releases the GIL during the call. The fault handler thread needs it while a copy is stopped.
+        # Copy by memcpy through ctypes, which releases the GIL during the call. If a missing page stops the copy, the
+        # thread that handles it needs the GIL.
         libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         libc.memcpy.restype = ctypes.c_void_p
         self._mappings: MutableMapping[int, ProtectedMapping] = weakref.WeakValueDictionary()
@@ -239,7 +246,7 @@ class UserFaults:
         descriptor = -1
         for flags in (_UFFD_USER_MODE_ONLY, 0):
             descriptor = self._libc.syscall(ctypes.c_long(number), ctypes.c_int(os.O_CLOEXEC | flags))
-            # Linux before 5.11 does not know the flag, and allows the call without it.
+            # Linux before 5.11 rejects the flag UFFD_USER_MODE_ONLY with EINVAL, and permits the call without it.
             if descriptor >= 0 or ctypes.get_errno() != errno.EINVAL:
                 break
         if descriptor < 0:
@@ -248,11 +255,11 @@ class UserFaults:
 
 
 class ProtectedMapping:
-    """A mapping of shared memory, made by `UserFaults.map`. It is unmapped when it is garbage-collected.
+    """A mapping of shared memory, made by `UserFaults.map`. It is unmapped when the object is garbage-collected.
 
     Attributes:
-        nbytes: its size.
-        is_intact: False after a page was missing; the mapping must not be used any more then.
+        nbytes: the size of the mapping in bytes.
+        is_intact: True until an access finds a missing page. Then the mapping must no longer be used.
     """
 
     __slots__ = ("__weakref__", "_address", "_faults", "is_intact", "nbytes")
@@ -264,13 +271,16 @@ class ProtectedMapping:
         self.is_intact = True
 
     def read(self, offset: int, into: Any) -> bool:
-        """Fill an array with bytes of the mapping, from `offset` on; return False if a page was missing."""
+        """Fill the array `into` with bytes of the mapping from `offset` on. Return False if a page was missing."""
         if self.is_intact:
             self._faults.copy(_address_of(into), self._address + offset, into.nbytes)
         return self.is_intact
 
     def write(self, offset: int, source: Any) -> bool:
-        """Write an array of bytes; return False if a page was missing. Any part may have been written then."""
+        """Write an array of bytes to the mapping from `offset` on.
+
+        Return False if a page was missing. In this case a part of the bytes may have been written.
+        """
         if self.is_intact:
             self._faults.copy(self._address + offset, _address_of(source), source.nbytes)
         return self.is_intact

@@ -1,8 +1,9 @@
 """Report on this interpreter and its cards: `weightd doctor` starts ``python -m weightd_worker.report``.
 
-Vendors' libraries crash and hang, and a dying process reports nothing. So each step is announced before it runs. The
-output has one JSON object a line: ``{"begin": "devices"}``, then ``{"step": "devices", "count": 8}`` or ``{"step":
-"devices", "error": "..."}``. The reader so knows in which step the process has stopped.
+Vendors' libraries may crash or hang, and a crashed process reports nothing. So this process announces each step before
+it runs the step. The output has one JSON object per line: first ``{"begin": "devices"}``, then ``{"step": "devices",
+"count": 8}`` or ``{"step": "devices", "error": "..."}``. If the process crashes or hangs, the reader of the output can
+see in which step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def read_python(_: int) -> Values:
 
 
 def read_weightd(_: int) -> Values:
-    """Import everything that a worker imports, and return weightd's version."""
+    """Import all modules that a worker imports, and return weightd's version."""
     importlib.import_module("weightd_worker.sessions.model")
     return {"version": VERSION}
 
@@ -44,7 +45,7 @@ def read_library(_: int) -> Values:
 
 
 def read_current_pid(_: int) -> Values:
-    """Return the driver's number for this process, "" if the library is too old to report it."""
+    """Return the pid by which the driver identifies this process; "" if the library is too old to report it."""
     import mindspore_lite  # noqa: PLC0415 - as above
 
     model: Any = mindspore_lite.Model()
@@ -54,23 +55,23 @@ def read_current_pid(_: int) -> Values:
 
 
 def load_libascendcl(_: int) -> Values:
-    """Load and initialize libascendcl; return nothing."""
+    """Load and initialize libascendcl. Return no values."""
     _acl().initialize()
     return {}
 
 
 def read_soc(_: int) -> Values:
-    """Return the name of the chip, which may show that it is a virtual instance."""
+    """Return the name of the card's chip. The name may show that the card is a virtual instance."""
     return {"name": _acl().soc_name()}
 
 
 def count_devices(_: int) -> Values:
-    """Return the number of devices that this process sees."""
+    """Return the number of cards that this process sees."""
     return {"count": _acl().device_count()}
 
 
 def read_memory(device: int) -> Values:
-    """Open the device, which takes some of its memory, and return its free and total memory in bytes."""
+    """Open the card, which takes some of its memory, and return the card's free and total memory in bytes."""
     acl = _acl()
     acl.set_device(device)
     found = acl.memory()
@@ -90,18 +91,18 @@ STEPS: Dict[str, Callable[[int], Values]] = {
 
 
 def _acl() -> Acl:
-    # Imported late, so that the steps before still report if numpy is missing.
+    # Import this module late, because it needs numpy. Without numpy, the steps before can still report.
     from weightd_worker.engines.mindspore_lite.acl import Acl  # noqa: PLC0415
 
     return Acl()
 
 
 def main() -> None:
-    """Run every step, whether or not the one before has failed."""
+    """Run all steps, even after a step has failed."""
     arguments = _parser().parse_args()
     die_with_parent(arguments.parent)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
-        # A library may print to stdout. Its text belongs in the log, so stdout becomes stderr.
+        # Libraries may print to stdout. Redirect their text to stderr, so that the output contains only JSON.
         os.dup2(2, 1)
         for name, step in STEPS.items():
             _write_line(out, {"begin": name})
@@ -130,5 +131,5 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     process_start.reset_signals()
     main()
-    # The exit handlers of native libraries have been seen to crash.
+    # Exit without the exit handlers of native libraries, because some crash.
     os._exit(0)

@@ -1,6 +1,7 @@
 """Recent metrics and status responses of one daemon, and the overview computed from them.
 
-Rates and quantiles are differences between two responses, timed by the daemon's clock only.
+Rates and quantiles are computed from the differences of counters between two responses. The time between two responses
+is taken from the daemon's uptime in them, so delays on the way to the client do not distort the rates.
 """
 
 from __future__ import annotations
@@ -15,29 +16,32 @@ from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, tota
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
-# Points of a sparkline: one minute at one response per second.
+# Maximum number of points in a sparkline: one minute at one metrics response per second.
 SPARKLINE_POINTS = 60
 
-# Rates are averaged over this period. A single second would flicker.
+# Seconds over which rates are averaged. Rates of single seconds would flicker on the screen.
 RATE_WINDOW_S = 5.0
 
-# Samples in that period. With more than ten samples per second the period becomes shorter.
+# Maximum number of stored metrics responses. With more than ten responses per second, rates are averaged over less than
+# RATE_WINDOW_S.
 _MAX_SAMPLES = 50
 
-# Status requests are rare, because for each one the daemon reads the memory of every process, a millisecond each.
+# Seconds between two status requests. They are rare, because for each status request the daemon measures the memory of
+# every process, which takes about a millisecond per process.
 _STATUS_INTERVAL_S = 10.0
 
+# Minimum number of seconds between two status requests when processes have started or exited.
 _CHANGED_STATUS_INTERVAL_S = 2.0
 
-# The key of the total over all models. No model has this name.
+# Key of the throughput of all models together, used instead of a model name. No model has an empty name.
 _ALL_MODELS = ""
 
 
 class History:
-    """Recent responses: every sample of the rate window, the points of the sparklines, and the last two statuses.
+    """Recent metrics responses, the points of the sparklines, and the last two status responses of one daemon.
 
     Args:
-        max_gap_s: after a longer gap between two responses, earlier samples are dropped.
+        max_gap_s: if more seconds pass between two metrics responses, the earlier responses and all points are dropped.
     """
 
     def __init__(self, max_gap_s: float = math.inf) -> None:
@@ -70,9 +74,9 @@ class History:
         self._statuses.append(status)
 
     def should_request_status(self, now: float) -> bool:
-        """Return whether to request a status now: periodically, and soon after processes have started or exited.
+        """Return whether the caller should request a status now: periodically, and soon after processes start or exit.
 
-        True also records the request.
+        If the result is True, `now` is stored as the time of the last status request.
 
         Args:
             now: monotonic seconds.
@@ -113,25 +117,25 @@ class History:
                 serving=None if model_status is None else _find_generation(model_status, model.generation),
                 throughput=self._throughput(model.name, list(windows)),
                 refused_rate=_served_and_refused_rates(windows, model=model.name)[1],
-                # The processes of a group are counted with its first model.
+                # The models of a group share their processes, so only the group's first model shows the memory use.
                 memory=None if model_status is None or group in groups else memory.model_memory(model_status),
                 group=group,
             )
             groups |= {group} - {""}
 
     def _on_daemon_change(self) -> None:
-        """Drop everything, because the responses come from another daemon and cannot be compared."""
+        """Drop all responses, because they are from an earlier daemon, whose counters cannot be compared."""
         self._samples.clear()
         self._statuses.clear()
         self._status_requested_at = -math.inf
 
     def _windows(self) -> List[CounterWindow]:
-        """Return all windows that end now, the longest first."""
+        """Return the windows from each earlier metrics response to the last one, the longest first."""
         *before, now = self._samples
         return [CounterWindow(each, now) for each in before]
 
     def _append_rate_points(self) -> None:
-        """Append the latest rates to the sparklines, and drop sparklines of removed models."""
+        """Append the rates between the last two responses to the sparklines, and drop sparklines of removed models."""
         last = self._windows()[-1:]
         rate_points: Dict[str, Deque[RatePoint]] = {}
         for name in [_ALL_MODELS, *self._samples[-1].models]:
@@ -147,7 +151,7 @@ class History:
         return self._measure_throughput(name, windows)._replace(rate_points=tuple(self._rate_points[name]))
 
     def _measure_throughput(self, name: str, windows: List[CounterWindow]) -> Throughput:
-        """Return the throughput in the longest window in which no counter has restarted."""
+        """Return a model's throughput in the longest window in which the model's counters have not restarted at 0."""
         for window in windows:
             counts = window.answered_counts(name) if name != _ALL_MODELS else window.all_answered_counts()
             if counts is not None:
@@ -156,7 +160,7 @@ class History:
                 )
             rate = window.rate(window.before.served(model=name), window.now.served(model=name))
             if rate is not None and not window.now.metrics.seconds_bounds:
-                return Throughput(rate)  # a client that sees only its own data receives no durations
+                return Throughput(rate)  # the daemon sends no durations to a client that may see only its own tenant
         return Throughput()
 
 
@@ -164,10 +168,11 @@ Counts = Tuple[int, ...]
 
 
 class CounterSnapshot:
-    """Metrics at one time, with lookup by name.
+    """One metrics response, with methods that look up or add up its counters by model and tenant.
 
     Attributes:
         metrics: the metrics response.
+        models: the metrics of each model, by name.
     """
 
     def __init__(self, response: MetricsResponse) -> None:
@@ -175,11 +180,14 @@ class CounterSnapshot:
         self.models: Dict[str, ModelMetrics] = {each.name: each for each in response.models}
 
     def served(self, tenant: str = "", model: str = "") -> Optional[int]:
-        """Return the number of served requests of a tenant and model, "" for all. None if there is no such tenant."""
+        """Return the number of served requests of a tenant and model; "" selects all tenants or all models.
+
+        The result is None if there is no such tenant.
+        """
         return self._sum(lambda account: account.served, tenant, model)
 
     def refused(self, tenant: str = "", model: str = "") -> Optional[int]:
-        """Return the number of rejected or failed requests, selected like `served`."""
+        """Return the number of rejected and failed requests of a tenant and model; see `served`."""
         return self._sum(lambda account: account.refused, tenant, model)
 
     def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
@@ -189,30 +197,36 @@ class CounterSnapshot:
 
 
 class CounterWindow(NamedTuple):
-    """Two samples of the same daemon."""
+    """Two metrics responses of the same daemon, for rates in the time between them."""
 
     before: CounterSnapshot
     now: CounterSnapshot
 
     @property
     def seconds(self) -> float:
-        """The length of the window by the daemon's clock."""
+        """Seconds between the two responses by the daemon's clock."""
         return self.now.metrics.uptime_s - self.before.metrics.uptime_s
 
     def answered_counts(self, model: str) -> Optional[Counts]:
-        """Return a model's served requests by duration bucket; None if unknown."""
+        """Return how many requests the model served in the window, for each bucket of the duration histogram.
+
+        The result is None if a response lacks the model or its histogram, or if the histogram has restarted.
+        """
         before, now = self.before.models.get(model), self.now.models.get(model)
         if before is None or now is None:
             return None
         return count_difference(before.request_seconds, now.request_seconds) or None
 
     def all_answered_counts(self) -> Optional[Counts]:
-        """Return the sum of `answered_counts` over all models for which it is known."""
+        """Return the sum of `answered_counts` over all models whose counts are known; None if none are known."""
         counts = [each for each in map(self.answered_counts, self.now.models) if each]
         return tuple(map(sum, zip(*counts))) if counts else None
 
     def rate(self, before: Optional[float], now: Optional[float]) -> Optional[float]:
-        """Return the growth of a counter per second; None if it has restarted or did not exist."""
+        """Return the growth of a counter per second in the window.
+
+        The result is None if the counter has restarted at 0, or if one of its two values is None.
+        """
         return None if before is None or now is None else rate(before, now, self.seconds)
 
     def quantile(self, fraction: float, counts: Counts) -> Optional[float]:
@@ -225,7 +239,7 @@ def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationSta
 
 
 def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
-    """Yield a row for each process of the last status, with the rate since the status before it."""
+    """Yield a row for each process of the last status response, with its rate since the response before that."""
     if not statuses:
         return
     *earlier, last = statuses
@@ -245,14 +259,18 @@ def _iterate_processes(status: StatusResponse) -> Iterator[Tuple[str, Generation
 
 
 def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> TenantRow:
-    """Return the row of a tenant."""
+    """Return the row of a tenant, with its rates in the longest usable window."""
     return TenantRow(status, total_account(status.accounts), *_served_and_refused_rates(windows, status.name))
 
 
 def _served_and_refused_rates(
     windows: Sequence[CounterWindow], tenant: str = "", model: str = ""
 ) -> Tuple[Optional[float], Optional[float]]:
-    """Return the rates in the longest window in which no counter has restarted."""
+    """Return served, and rejected or failed, requests per second of a tenant and model; see `CounterSnapshot.served`.
+
+    The rates are averages over the longest window in which neither counter has restarted at 0; None if no window is
+    usable.
+    """
     for window in windows:
         served = window.rate(window.before.served(tenant, model), window.now.served(tenant, model))
         refused = window.rate(window.before.refused(tenant, model), window.now.refused(tenant, model))
@@ -262,12 +280,12 @@ def _served_and_refused_rates(
 
 
 def rate(before: float, after: float, seconds: float) -> Optional[float]:
-    """Return the growth per second; None if the counter has restarted or no time has passed."""
+    """Return the growth of a counter per second; None if the counter has restarted at 0 or no time has passed."""
     return (after - before) / seconds if after >= before and seconds > 0 else None
 
 
 def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
-    """Return the growth of each bucket; None if the histogram has restarted or has other buckets."""
+    """Return how much each bucket's count has grown; None if the counts restarted at 0 or the buckets changed."""
     if len(before.counts) != len(after.counts):
         return None
     counts = tuple(now - then for then, now in zip(before.counts, after.counts))
@@ -275,12 +293,13 @@ def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int,
 
 
 def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> Optional[float]:
-    """Return the value that this fraction of all values does not exceed, interpolated linearly within its bucket.
+    """Return a quantile of the values in a histogram, interpolated linearly within its bucket.
 
-    The result is at most the last bound, because larger values are not resolved. It is None without values.
+    The result is at most the last bound, because the histogram does not tell how far larger values exceed it. The
+    result is None if the histogram is empty.
 
     Args:
-        fraction: 0.99 for p99.
+        fraction: the fraction of all values that are at most the result, such as 0.99 for p99.
         bounds: the ascending upper bounds of the buckets; the first bucket starts at 0.
         counts: one count for each bound, and one for values above the last bound.
     """

@@ -1,12 +1,12 @@
-"""Memory use of a model's processes, compared with the same number of processes that share nothing.
+"""Memory use of a model's processes, compared with the estimated use of the same number of processes without sharing.
 
-A plain process has a private copy of the weights, and the anonymous memory that a worker has besides:
+Without sharing, each of N processes would need private memory and its own copy of the weights:
 
-    plain = N x (private + copy)
+    memory without sharing = N x (private memory + copy of the weights)
 
-This private memory exceeds the memory that only the worker has: after a fork, it shares most of its interpreter and its
-engine with other processes. Files such as libraries do not count, because the kernel shares them among plain processes
-as well.
+The private memory in this formula is all of a worker's anonymous memory except the weights. It exceeds the memory that
+only the worker has now, because a forked worker shares most of the memory of its interpreter and its engine with other
+processes. Files such as libraries do not count, because the kernel shares them among all processes in any case.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Iterable, Iterator, Optional, Set
 from weightd_common.devices import is_cpu
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
-# Roles that serve requests with shared weights.
+# Roles of processes that run the model with shared weights.
 _WORKER_ROLES = ("worker", "spare")
 
-# These roles run the model; each rank has its slice.
+# Roles of processes that run the model, with or without shared weights: each rank has a separate slice.
 _RUNNING_ROLES = (*_WORKER_ROLES, "rank")
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Memory use in bytes.
+    """Memory use of one or more models in bytes.
 
     Attributes:
-        copy_bytes: the parts of all weight copies that are in memory, each copy counted once.
-        workers: the number of processes that share these copies.
-        private_bytes: the memory that only these processes have, in total.
-        other_bytes: all other memory: holders, libraries, and processes that share nothing.
-        without_sharing_bytes: the minimum memory use if each of `processes` were a plain process. A process that shares
-            no weights counts with its actual use.
+        copy_bytes: the parts of the shared weight copies that are in memory. Each copy counts once.
+        workers: the number of workers that share these copies.
+        private_bytes: the sum of the memory that each of these workers has alone.
+        other_bytes: all other memory: holders, libraries, and processes that share no weights.
+        without_sharing_bytes: the estimated memory use of `processes` without sharing, see the module. A process that
+            shares no weights counts with its actual memory use.
         processes: the number of processes that run the models, whether or not they share weights.
     """
 
@@ -48,7 +48,7 @@ class MemoryUsage:
 
     @property
     def total_bytes(self) -> int:
-        """The total memory use."""
+        """The total memory use in bytes."""
         return self.copy_bytes + self.private_bytes + self.other_bytes
 
 
@@ -61,7 +61,10 @@ def model_memory(model: ModelStatus) -> Optional[MemoryUsage]:
 
 
 def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
-    """Return the memory use of the whole service; None if this client may not see it. Shared processes count once."""
+    """Return the memory use of the daemon and all its processes; None if this client may not see it.
+
+    A process that several models share counts once.
+    """
     if not status.pid:
         return None
     models = _sum_memory(_generation_memory(each) for each in _unique_generations(status) if each.processes)
@@ -69,18 +72,18 @@ def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
 
 
 def pss_total(status: StatusResponse) -> int:
-    """Return the memory of the daemon and all its processes, without the memory of cards."""
+    """Return the proportional set size of the daemon and all its processes in bytes, without the memory of cards."""
     processes = (process for generation in _unique_generations(status) for process in generation.processes)
     return _own_bytes(status) + sum(each.pss_bytes or 0 for each in processes)
 
 
 def _own_bytes(status: StatusResponse) -> int:
-    """Return the memory of the daemon and the fork servers."""
+    """Return the proportional set size of the daemon and the fork servers in bytes."""
     return status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
 
 
 def _unique_generations(status: StatusResponse) -> Iterator[GenerationStatus]:
-    """Return all generations, except those whose processes belong to a previously listed model as well."""
+    """Yield all generations, but each set of processes only once: models of a group share their processes."""
     seen: Set[int] = set()
     for model in status.models:
         for generation in model.generations:
@@ -97,10 +100,10 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
     pss_bytes = sum(each.pss_bytes or 0 for each in generation.processes)
     copy_bytes = generation.copy_bytes or 0
     if not sharing or not copy_bytes:
-        # A copy that no worker has used yet is on disk: sharing saves nothing.
+        # No worker has used the copy yet, so its pages are only on disk and sharing saves no memory.
         return MemoryUsage(0, 0, 0, pss_bytes, pss_bytes, running)
     if not is_cpu(generation.device):
-        pss_bytes += copy_bytes  # the memory of a card belongs to no process
+        pss_bytes += copy_bytes  # the weights are on a card, and the kernel counts a card's memory for no process
     copy_bytes = min(copy_bytes, pss_bytes)
     private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
@@ -111,7 +114,7 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
 
 
 def _private_bytes(worker: ProcessStatus) -> int:
-    """Return the private memory that a worker would have without forking."""
+    """Return the private memory in bytes that the worker would have if it had not been forked."""
     # Weights inherited from a template are anonymous memory; weights in a page store are not.
     weights = worker.shared_bytes if worker.origin == "template" else 0
     return max(worker.private_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))

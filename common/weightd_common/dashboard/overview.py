@@ -1,6 +1,7 @@
 """Overview shown by `weightctl top` and the status page: service, models, processes and tenants; also as JSON.
 
-A row has the daemon's data on its subject, and values derived from several responses, such as rates.
+Each row has the daemon's data about one model, process or tenant, and values computed from several responses, such as
+rates.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from weightd_protocol.messages.status import SERVING_ROLES, GenerationStatus, Pr
 
 @dataclass(frozen=True)
 class Overview:
-    """Overview of the service.
+    """State of the daemon, its models, processes and tenants, as `weightctl top` and the status page show it.
 
     Attributes:
         metrics: the last metrics response.
-        status: the last status response; None before the first.
+        status: the last status response; None before the first status response.
         throughput: the throughput of all requests.
         memory: the memory use of all processes; None before the first status, and for a client that may not see it.
         models: the models in the order of the configuration.
@@ -39,12 +40,12 @@ class Overview:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this client may see all data. Otherwise it sees only its own tenant."""
+        """Whether this client may see the data of all tenants. Otherwise it sees only its own tenant."""
         return self.status is None or self.status.pid != 0
 
     @property
     def queued(self) -> int:
-        """Number of requests in the queues."""
+        """Number of requests in the queues of all models."""
         return sum(each.queued for each in self.metrics.models)
 
     @property
@@ -54,7 +55,12 @@ class Overview:
 
 
 class RatePoint(NamedTuple):
-    """Rate and p99 duration of requests between two samples."""
+    """A point of a sparkline: the request rate and p99 duration between two metrics responses.
+
+    Attributes:
+        rate: served requests per second; None if unknown.
+        p99_s: the 99th percentile of their durations in seconds; None if unknown.
+    """
 
     rate: Optional[float]
     p99_s: Optional[float]
@@ -64,10 +70,10 @@ class Throughput(NamedTuple):
     """Throughput of requests. A value is None if it is unknown or there were no requests.
 
     Attributes:
-        rate: requests per second in the last seconds.
-        p50_s: their median duration in seconds.
-        p99_s: the 99th percentile in seconds.
-        rate_points: one point for each sample, oldest first.
+        rate: served requests per second, averaged over the last few seconds.
+        p50_s: the median duration of these requests in seconds.
+        p99_s: the 99th percentile of their durations in seconds.
+        rate_points: one point of the sparkline for each metrics response, oldest first.
     """
 
     rate: Optional[float] = None
@@ -78,15 +84,16 @@ class Throughput(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRow:
-    """A model.
+    """The overview's row of one model.
 
     Attributes:
         metrics: the model's part of the last metrics response.
-        serving: its serving or loading generation in the last status; None before the first status.
-        throughput: the throughput of its requests.
-        refused_rate: rejected or failed requests per second.
-        memory: the memory use of its processes; None if unknown. In a model group, only the first model has a value.
-        group: the model group with which it shares processes, or "".
+        serving: the model's serving or loading generation in the last status; None before the first status.
+        throughput: the throughput of the model's requests.
+        refused_rate: rejected or failed requests of the model per second; None if unknown.
+        memory: the memory use of the model's processes; None if unknown. In a model group, only the first model has a
+            value.
+        group: the model group whose models share processes with this model, or "".
     """
 
     metrics: ModelMetrics
@@ -98,24 +105,32 @@ class ModelRow:
 
     @property
     def progress(self) -> str:
-        """The progress text of the generation, which is more detailed than the state while the model loads."""
+        """How far the generation has loaded, as text for users, which is more detailed than the model's state."""
         return "" if self.serving is None else self.serving.progress
 
     @property
     def desired_workers(self) -> int:
-        """Number of processes that serve requests or will do so."""
+        """Number of the model's processes that serve requests, or will serve requests once they are ready."""
         return sum(each.count for each in self.metrics.processes if each.role in SERVING_ROLES)
 
     @property
     def ready_workers(self) -> int:
-        """Number of these processes that are ready."""
+        """Number of the processes counted by `desired_workers` that are ready."""
         processes = self.metrics.processes
         return sum(each.count for each in processes if each.role in SERVING_ROLES and each.state == "ready")
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """A process of a model in the last status. `rate` is its served requests per second since the status before."""
+    """The overview's row of one process in the last status response.
+
+    Attributes:
+        model: the name of the model that the process runs.
+        status: the status of the process.
+        device: the device of the process, or else of its generation.
+        rate: requests per second that the process has served since the status response before the last; None if
+            unknown.
+    """
 
     model: str
     status: ProcessStatus
@@ -125,13 +140,13 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class TenantRow:
-    """A tenant.
+    """The overview's row of one tenant.
 
     Attributes:
         status: the tenant's part of the last metrics response.
-        total: the sum of its accounts.
-        rate: served requests per second in the last seconds.
-        refused_rate: rejected or failed requests per second.
+        total: the sum of the tenant's accounts for all models.
+        rate: served requests of the tenant per second, averaged over the last few seconds; None if unknown.
+        refused_rate: rejected or failed requests of the tenant per second; None if unknown.
     """
 
     status: TenantStatus
@@ -173,7 +188,10 @@ def _model_values(row: ModelRow) -> Dict[str, Any]:
 
 
 def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
-    """Rate points become two lists, which are half as long as a list of named values."""
+    """Return the throughput as JSON values.
+
+    The rate points become two lists of numbers. As a list of objects, their JSON text would be twice as long.
+    """
     return {
         **_fields(throughput, "rate", "p50_s", "p99_s"),
         "rates": [_rounded(each.rate) for each in throughput.rate_points],

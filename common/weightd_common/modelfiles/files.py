@@ -1,7 +1,7 @@
 """Files of a model on disk: the model file, the external files that it names, and the digest of all of them.
 
-The daemon identifies a model by this digest, and each process reports in its HELLO the digest of the model that it
-would load. Both sides must compute it in the same way, so the digest is part of the protocol.
+The daemon identifies a model by this digest, and each child process reports the digest of its model in its HELLO
+message. Daemon and child must compute the digest in the same way, so the digest is part of the protocol.
 
 - ONNX: tensors may be in external files, named by a relative `location` in the model
   (https://onnx.ai/onnx/repo-docs/ExternalData.html).
@@ -35,7 +35,7 @@ _MINDIR_GRAPH = "_graph.mindir"
 # Maximum number of unreadable files that an error text names.
 _MAX_LISTED_FILES = 10
 
-# A file that was modified more recently may still be being copied.
+# A file that was modified within this number of seconds may be incomplete, because another program may still copy it.
 _SETTLE_S = 60.0
 
 
@@ -43,7 +43,7 @@ class ModelFileError(WeightdError):
     """The model cannot be read. The text has a line for each affected file, with its name and the problem.
 
     Attributes:
-        transient: whether the cause may disappear by itself.
+        transient: whether the cause of the error may disappear by itself.
     """
 
     def __init__(self, text: str, *, transient: bool = False) -> None:
@@ -57,9 +57,9 @@ class ModelFile(NamedTuple):
     Attributes:
         name: the path relative to the model's directory.
         path: the path of the file.
-        nbytes: the size.
-        identity: device, inode, mtime and ctime. It differs after the file was written or replaced, because only the
-            kernel sets the ctime.
+        nbytes: the size of the file in bytes.
+        identity: device, inode, mtime and ctime of the file. Writing or replacing the file always changes the identity,
+            because no program can set the ctime.
     """
 
     name: str
@@ -69,17 +69,20 @@ class ModelFile(NamedTuple):
 
     @property
     def changed_ns(self) -> int:
-        """The time of the last change."""
+        """The later of mtime and ctime: when the file was last changed, in nanoseconds since the epoch."""
         return max(self.identity[2:])
 
 
 class OpenModel:
-    """The model at `path`, opened for reading. Within the block its files stay the same, whatever happens to the paths.
+    """Context manager that opens the model at `path` for reading and finds all of the model's files.
+
+    In the `with` block, `open` returns the files that were found, or fails if a file was replaced meanwhile.
 
     Args:
         path: the path of the model file.
-        is_own_copy: whether this is a copy made by the daemon, in which no other user has named files.
-        grant: the right by which the path was named.
+        is_own_copy: whether the model is a copy made by the daemon. No other user can have named files in it, so that
+            the rights of users are not checked.
+        grant: the user that has named the path, and so must be able to read the files.
 
     Attributes:
         files: the model file, followed by the other files sorted by name.
@@ -105,10 +108,10 @@ class OpenModel:
         self._open_files.close()
 
     def open(self, file: ModelFile) -> BinaryIO:
-        """Open one of the files.
+        """Open one of `files` for reading.
 
         Raises:
-            ModelFileError: the file cannot be read any more, or was replaced.
+            ModelFileError: the file can no longer be read, or was replaced after the model was opened.
         """
         if file is self.files[0]:
             descriptor = os.dup(self._file.fileno())
@@ -124,16 +127,16 @@ class OpenModel:
         """Check that the files of a copy have the names and sizes of this model's files.
 
         Raises:
-            ModelFileError: they differ, so the model has changed while it was copied.
+            ModelFileError: names or sizes differ, because the model changed while it was copied.
         """
         if [(file.name, file.nbytes) for file in files] != [(file.name, file.nbytes) for file in self.files]:
             raise self._changed_error()
 
     def check_unchanged(self) -> None:
-        """Check that the file at the path and the files that it names are still the same.
+        """Check that the model file at the path, and the external files that it names, have not changed since opening.
 
         Raises:
-            ModelFileError: a file has changed.
+            ModelFileError: a file was written, replaced, added or removed.
         """
         try:
             with OpenModel(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
@@ -220,11 +223,11 @@ def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
 
 
 def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
-    """Open a single file that belongs to a model, such as a weights file.
+    """Open a single file of a model for reading, such as a weights file.
 
     Args:
         path: the path of the file.
-        grant: the right by which the path was named.
+        grant: the user that has named the path, and so must be able to read the file.
 
     Raises:
         ModelFileError: the file is missing, unreadable, not a regular file, or named by a user who may not read it.
@@ -247,24 +250,26 @@ def digest(path: Path, *, is_own_copy: bool = False) -> str:
 
 
 def combine_digests(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
-    """Return the digest of a model from its files and their digests."""
+    """Return the digest of a model, computed from the names and sha256 digests of its files."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
 
 
 def files_identity(files: Sequence[ModelFile]) -> str:
-    """Return a text that differs as soon as one of the files was written or replaced, with any content."""
+    """Return a text that changes whenever a file is written or replaced, even if the content stays the same."""
     facts = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def snapshot_digest(path: Path, snapshot_identity: str) -> str:
-    """Return the digest of the daemon's copy of a model. The copy is read only if it has changed.
+    """Return the digest of a snapshot, which is the daemon's copy of a model.
+
+    The content is read only if the snapshot's files have changed or `snapshot_identity` is "".
 
     Args:
-        path: the path of the copy.
-        snapshot_identity: the `files_identity` of the copy when it was made, a colon, and its digest; or "".
+        path: the path of the snapshot's model file.
+        snapshot_identity: the `files_identity` of the snapshot when the daemon made it, a colon, and its digest; or "".
 
     Raises:
         ModelFileError: as `OpenModel`.
@@ -276,7 +281,7 @@ def snapshot_digest(path: Path, snapshot_identity: str) -> str:
 
 
 def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
-    """Return a line of sha256sum. A backslash marks a line with a name that had to be escaped."""
+    """Return the line that sha256sum prints for a file. It begins with a backslash if the name had to be escaped."""
     escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     mark = "" if escaped == file.name else "\\"
     return os.fsencode(f"{mark}{sha256}  {escaped}\n")
@@ -291,13 +296,13 @@ def _stat_file(name: str, path: Path, file: BinaryIO) -> ModelFile:
 
 
 def _may_be_incomplete(status: os.stat_result) -> bool:
-    """Return whether a file was written so recently that it may still be being copied."""
+    """Return whether a file was written so recently that another program may still be copying it."""
     return abs(time.time() - status.st_mtime) < _SETTLE_S
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Generator[None, None, None]:
-    """Convert errors within the block that prevent reading to ModelFileError."""
+    """Convert errors in the block, such as a missing file at `path`, to ModelFileError."""
     try:
         yield
     except (OSError, AccessDenied, ValueError) as error:
@@ -307,7 +312,7 @@ def _reading(path: Path) -> Generator[None, None, None]:
 def _read_error(path: Path, error: Exception) -> ModelFileError:
     if isinstance(error, AccessDenied):
         return ModelFileError(f"{path}: {error}")
-    # The only ValueError of a path. Its text differs among versions of Python.
+    # Python raises ValueError for a path only if the path contains a NUL. Python's own text depends on its version.
     text = error.strerror if isinstance(error, OSError) else "the path contains a NUL"
     return ModelFileError(f"{path}: {text}", transient=is_transient(error))
 
@@ -327,7 +332,8 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
         with _reading(path):
             locations = list(onnx_locations(file))
     except Malformed:
-        # An engine that accepts the file nevertheless would load external files that are not part of the digest.
+        # Reject the file even if an engine might accept it: the engine could load external files that this parser has
+        # not found, and which are therefore not part of the digest.
         text = f"{path}: expected an ONNX model; the file has another format or is truncated"
         raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
     for location, _ in locations:
@@ -340,8 +346,8 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
 def check_locations(path: Path) -> None:
     """Check that a MindIR names no file outside of its directory.
 
-    MindSpore appends a location to the directory and opens the result, whatever it is. All files in the directory of a
-    snapshot belong to the model, so it is sufficient that no location leads out of the directory.
+    MindSpore opens any location relative to the MindIR's directory, without a check. In a snapshot, all files in that
+    directory are part of the model, so it is sufficient that no location leads out of the directory.
 
     Raises:
         ModelFileError: a location is outside of the directory, or the file cannot be read.
@@ -359,7 +365,7 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
     except TooDeep:
         raise ModelFileError(f"{path}: expected at most {MAX_DEPTH} levels of messages in messages") from None
     except Malformed:
-        # The engine cannot read the file either, and reports a better reason.
+        # The engine cannot read the file either, and its error text explains the reason better.
         pass
 
 

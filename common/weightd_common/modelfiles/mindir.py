@@ -2,11 +2,12 @@
 
 The file is a `ModelProto` of MindSpore's mind_ir.proto, which resembles ONNX's. Two programs write such files:
 
-- MindSpore exports them. Inputs have the names of the arguments, preceded by their function and a colon:
-  ``3_1_net_Slice_construct_3:x`` is ``x``. Outputs have no names, only the number of a node, which differs in each
-  export: this module names ``3_1_net_Slice_construct_3:CNode_14:15`` ``output_0`` if it is the first. In tuples, also
-  nested ones, each tensor is an output.
-- MindSpore Lite's Converter writes them with the names of the original model.
+- MindSpore, when it exports a network. The name of an input is the argument's name after the name of its function and a
+  colon: this module turns ``3_1_net_Slice_construct_3:x`` into ``x``. An output has only the number of a node, which
+  differs in each export: this module names the first output ``output_0`` instead of
+  ``3_1_net_Slice_construct_3:CNode_14:15``. If an output is a tuple, each tensor in it, also in nested tuples, becomes
+  an output.
+- MindSpore Lite's Converter, which keeps the names of the original model.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from weightd_protocol.datatypes import ITEM_BYTES
 # Field numbers of mind_ir.proto.
 _PRODUCER, _GRAPH = 2, 7  # in a model
 _INPUT, _OUTPUT = 5, 6  # in a graph
-_NAME, _TENSOR, _TUPLE = 1, 2, 5  # in an input or output
-_TENSORS, _VALUES = 12, 17  # in a tuple, whose values are nested tuples
+_NAME, _TENSOR, _TUPLE = 1, 2, 5  # in the message of an input or output
+_TENSORS, _VALUES = 12, 17  # in the message of a tuple: its tensors, and its nested tuples
 _DIMS, _DATATYPE = 1, 2  # in a tensor
 
-# By the numbers of TensorProto.DataType. A type without a datatype in the protocol has its name there, in lower case.
+# Datatypes in the order of the numbers of TensorProto.DataType. If weightd's protocol does not have the datatype, the
+# entry is the name in TensorProto.DataType in lower case.
 _DATATYPES = (
     *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
     *("UINT32", "UINT64", "complex64", "complex128", "bfloat16", "FP64", "qint4x2"),
@@ -36,18 +38,19 @@ _SIGN_BIT = 2**63
 _MAX_VARINT_BYTES = 10
 _MINDSPORE = "MindSpore"
 
-# Nesting of tuples. No program writes deeper ones.
+# Maximum nesting depth of tuples. No program writes a MindIR with deeper tuples.
 _MAX_DEPTH = 16
 
 
 class MindIrTensor(NamedTuple):
-    """An input or output.
+    """An input or output tensor of the model in a MindIR file.
 
     Attributes:
-        name: the name. An overlong name may be truncated, but stays longer than the limit.
-        datatype: the datatype in the protocol, or else the file's type name in lower case.
-        shape: the dimensions, of which -1 is free; None for any rank. A tensor with too many dimensions has one more
-            than the limit.
+        name: the name of the tensor. If it is longer than the protocol's limit, it may be truncated to a name that is
+            still longer than the limit.
+        datatype: the name of the datatype in weightd's protocol, or else the file's type name in lower case.
+        shape: the dimensions, with -1 for a free dimension; None if the tensor may have any rank. If there are more
+            dimensions than the protocol allows, the shape has one more dimension than allowed.
     """
 
     name: str
@@ -56,10 +59,12 @@ class MindIrTensor(NamedTuple):
 
 
 class MindIr(NamedTuple):
-    """Inputs and outputs of a file. If there are too many, the tuples have one more than the limit.
+    """Inputs and outputs of the model in a MindIR file.
 
     Attributes:
-        is_mindspore_export: whether MindSpore itself has written the file, not the Converter.
+        inputs: the inputs. If there are more than the protocol allows, the tuple has one more than allowed.
+        outputs: the outputs, limited in the same way.
+        is_mindspore_export: whether MindSpore itself has written the file, not MindSpore Lite's Converter.
     """
 
     inputs: Tuple[MindIrTensor, ...]
@@ -68,7 +73,7 @@ class MindIr(NamedTuple):
 
 
 def read(file: BinaryIO) -> MindIr:
-    """Read an open file.
+    """Return the inputs and outputs in an open MindIR file.
 
     Raises:
         Malformed: the file is not a MindIR, or is incomplete.
@@ -90,7 +95,12 @@ def read(file: BinaryIO) -> MindIr:
 
 
 def find_problems(what: str, tensors: Sequence[MindIrTensor]) -> Iterator[str]:
-    """Yield the reasons why the protocol cannot carry these inputs or outputs, one line each."""
+    """Yield the reasons why weightd's protocol cannot carry these inputs or outputs, one line of text for each reason.
+
+    Args:
+        what: "input" or "output", for the texts.
+        tensors: the inputs or outputs.
+    """
     if len(tensors) > limits.MAX_TENSORS:
         yield f"expected at most {limits.MAX_TENSORS} {what}s"
     for name in sorted({each.name for each in tensors if sum(each.name == other.name for other in tensors) > 1}):
@@ -118,7 +128,7 @@ def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[MindIrTensor]
 
 
 def _tensor_spans(file: BinaryIO, value: Span) -> Iterator[Span]:
-    """Return the tensors of an input or output: a single one, or the tensors of a tuple in order."""
+    """Return where the tensors of an input or output are in the file: a single tensor, or all tensors of a tuple."""
     leaves = (each for tree in _field_spans(file, value, _TUPLE) for each in _tuple_spans(file, tree))
     found = list(itertools.islice(leaves, limits.MAX_TENSORS + 1))
     found = found or list(itertools.islice(_field_spans(file, value, _TENSOR), 1))
@@ -148,12 +158,12 @@ def _read_tensor(file: BinaryIO, name: str, span: Span) -> MindIrTensor:
             datatype_number = value
     datatype = _DATATYPES[datatype_number] if datatype_number < len(_DATATYPES) else f"datatype {datatype_number}"
     sizes = tuple(each if each < _SIGN_BIT else each - 2 * _SIGN_BIT for each in dims)
-    # An unknown rank is encoded as a single dimension of -2, a free dimension as -1.
+    # The file encodes an unknown rank as a single dimension of -2, and a free dimension as -1.
     return MindIrTensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
 
 
 def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]:
-    """Yield at most `max_count` numbers of a packed field."""
+    """Yield the first `max_count` numbers of a packed repeated field."""
     start, end = span
     file.seek(start)
     data = file.read(min(end - start, max_count * _MAX_VARINT_BYTES))
@@ -171,7 +181,7 @@ def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]
 def _text(file: BinaryIO, span: Span) -> str:
     start, end = span
     file.seek(start)
-    # Only the last part of a scoped name is used, and the scope may be longer than a name.
+    # Read more than MAX_NAME_BYTES: a name may be preceded by a long scope, which is removed later.
     return os.fsdecode(file.read(min(end - start, 16 * limits.MAX_NAME_BYTES)))
 
 

@@ -1,6 +1,6 @@
-"""Protobuf parser for model files of any size, which reads a field or skips it by its length.
+"""Protobuf parser for model files of any size. It seeks past fields that are not needed instead of reading them.
 
-It also finds the external files that a model names.
+The module also finds the names of external files in ONNX and MindIR files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from weightd_protocol import limits
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)  # wire types
 _MAX_VARINT_BYTES = 10
 
-# Message to {field number: message}, from onnx.proto and mind_ir.proto: the paths to external data. All other fields
-# are skipped by their length, so the cost depends on the number of nodes, not on the size of the weights.
+# For each kind of message, the fields that may contain external data: {field number: kind of message in the field}.
+# From onnx.proto and mind_ir.proto. The parser skips all other fields by their length, so its run time depends on the
+# number of nodes and not on the size of the weights.
 
 _Messages = Dict[str, Dict[int, str]]
 
@@ -28,7 +29,7 @@ _ONNX: _Messages = {
     "sparse": {1: "onnx tensor", 2: "onnx tensor"},
 }
 _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
-_KEY, _VALUE = 1, 2  # in an entry of external_data
+_KEY, _VALUE = 1, 2  # in an entry of an ONNX tensor's external_data
 
 _MINDIR: _Messages = {
     "model": {7: "graph", 8: "graph", 12: "primitive"},
@@ -42,30 +43,37 @@ _MINDIR: _Messages = {
     "tensor": {12: "mindir external", 17: "quantization"},
     "quantization": {2: "attribute"},
 }
-_LOCATION = 1  # in the external data of a MindIR
+_LOCATION = 1  # in the external data of a MindIR tensor
 
-# protobuf's default limit. Engines reject deeper nesting.
+# Maximum nesting depth of messages: the default limit of protobuf's parser, with which engines read models.
 MAX_DEPTH = 100
 
 Span = Tuple[int, int]
-"""Where bytes are in the file: start and end."""
+"""Position of bytes in a file: the offset of the first byte, and the offset after the last byte."""
 Field = Tuple[int, Union[int, Span]]
 
 
 class Malformed(Exception):
-    """The bytes are not the expected protobuf message."""
+    """The content of a file is not the expected protobuf message."""
 
 
 class TooDeep(Malformed):
-    """Messages are nested deeper than an engine accepts."""
+    """The messages in a file are nested deeper than `MAX_DEPTH`."""
 
 
 def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
-    """Yield (field number, value) for each field. The value of a bytes field is its position as (start, end)."""
+    """Yield (field number, value) for each field of the message from `start` to `end` in the file.
+
+    The value of a length-delimited field, such as bytes or a message, is its position in the file. The value of a
+    fixed-size field is 0.
+
+    Raises:
+        Malformed: the bytes are not a protobuf message.
+    """
     position = start
     groups: List[int] = []
     while position < end:
-        # The caller may seek between two fields.
+        # Seek for each field, because the consumer of this generator may have moved the file's position.
         file.seek(position)
         tag, size = _varint(file)
         position += size
@@ -80,7 +88,7 @@ def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
         elif wire_type in (_FIXED64, _FIXED32):
             size = 8 if wire_type == _FIXED64 else 4
         elif wire_type == _GROUP:
-            # Engines skip unknown fields, also in this deprecated form.
+            # Skip groups, a deprecated kind of field, as the parsers of engines do.
             groups.append(number)
             size = 0
         elif wire_type == _END_GROUP and groups and groups.pop() == number:
@@ -88,7 +96,7 @@ def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
         else:
             raise Malformed
         position += size
-        # Field number 0 is invalid. Otherwise a file of zeros would be a valid message that takes long to parse.
+        # Field number 0 is invalid in protobuf. If it were accepted, a file of zeros would take long to parse.
         if position > end or number == 0:
             raise Malformed
         if not groups and wire_type not in (_GROUP, _END_GROUP):
@@ -111,13 +119,13 @@ def mindir_locations(file: BinaryIO) -> Iterator[str]:
 
     Raises:
         Malformed: the file is not a MindIR.
-        TooDeep: messages are nested deeper than an engine accepts.
+        TooDeep: messages are nested deeper than `MAX_DEPTH`.
     """
     return (location for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size))
 
 
 def _varint(file: BinaryIO) -> Tuple[int, int]:
-    """Return the number at the file's position, and its length in bytes."""
+    """Read the variable-length integer at the file's position. Return the integer and its encoded length in bytes."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         byte = file.read(1)
@@ -132,7 +140,16 @@ def _varint(file: BinaryIO) -> Tuple[int, int]:
 def _locations(
     file: BinaryIO, messages: _Messages, message: str, start: int, end: int, depth: int = 0
 ) -> Iterator[Tuple[str, bool]]:
-    """Yield each location that a message names, and whether the engine will read it."""
+    """Yield the location of each external file in a message, and whether the engine will read the file.
+
+    Args:
+        file: the open model file.
+        messages: `_ONNX` or `_MINDIR`.
+        message: the kind of the message.
+        start: the offset of the message in the file.
+        end: the offset after the message.
+        depth: the number of messages around the message.
+    """
     if depth > MAX_DEPTH:
         raise TooDeep
     children = messages[message]
@@ -151,10 +168,10 @@ def _locations(
 
 
 def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
-    """Yield the locations of an ONNX tensor.
+    """Yield each external location of an ONNX tensor, and whether this message says that the data is external.
 
-    An engine merges messages that occur twice in a file, and takes an enumeration modulo 2**32. So every location is
-    yielded, whatever this part of the tensor says about its use: each must be permitted.
+    A location is yielded even if the message says that the data is not external, because every location must be
+    permitted: an engine merges several messages of the same tensor, so that another message may make it external.
     """
     entries: List[Span] = []
     external = False
@@ -170,7 +187,7 @@ def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[st
 
 
 def _text(file: BinaryIO, span: object) -> str:
-    """Return a text as a file name. Bytes that are not UTF-8 become surrogates, as in all file names in Python."""
+    """Read a string field and return it as a file name. Bytes that are not UTF-8 become surrogates (os.fsdecode)."""
     if not isinstance(span, tuple):
         return ""
     start, end = cast(Span, span)

@@ -1,4 +1,4 @@
-"""Test of whether a model's requests may be batched, used by the workers and by `weightctl advise`.
+"""Row test: whether a model gives the same answers to batched requests. Used by workers and by `weightctl advise`.
 
-It needs numpy and a function that runs the model, but no engine.
+The test needs numpy and a function that runs the model, but imports no engine.
 """

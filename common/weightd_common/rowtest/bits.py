@@ -1,4 +1,4 @@
-"""Bitwise comparison of rows in batched and single predicts."""
+"""Bitwise comparison of the output rows of a batched predict with the same rows from predicts of single rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Arrays = Dict[str, Any]
 
 
 class NotBatchable(ValueError):
-    """The outputs do not have one row for each input row, or rows differ from single rows. The text gives details."""
+    """Rows cannot share a predict. The text gives the reason, such as outputs without one row for each input row."""
 
 
 def check_rows(outputs: Arrays, rows: int) -> Arrays:
-    """Return the outputs, after checking that each has `rows` rows.
+    """Return `outputs`, after checking that each output has `rows` rows.
 
     Raises:
         NotBatchable: an output has another number of rows.
@@ -26,10 +26,10 @@ def check_rows(outputs: Arrays, rows: int) -> Arrays:
 
 
 def concatenate(parts: List[Arrays]) -> Arrays:
-    """Return the concatenated outputs of several predicts.
+    """Return the outputs of several predicts, concatenated along the first dimension.
 
     Raises:
-        NotBatchable: they differ in dtype, or in a dimension other than the first.
+        NotBatchable: the predicts' outputs differ in dtype, or in a dimension other than the first.
     """
     if not parts:
         return {}
@@ -42,13 +42,13 @@ def concatenate(parts: List[Arrays]) -> Arrays:
 
 
 def count_distinct(parts: Sequence[Arrays]) -> int:
-    """Return the number of distinct answers among the answers that contain a finite number."""
+    """Return the number of distinct answers. Answers with only infinities and NaNs are not counted."""
     finite = [each for each in parts if any(np.isfinite(array).any() for array in each.values())]
     return len({tuple(array.tobytes() for array in each.values()) for each in finite})
 
 
 def describe_difference(batched: Arrays, single: Arrays) -> str:
-    """Return a description of the first differing output, "" if all outputs are equal."""
+    """Return a description of the first output that differs between the two answers, or "" if all are equal."""
     for name, array in single.items():
         other = batched[name]
         if (array.dtype, array.shape) != (other.dtype, other.shape):
@@ -59,7 +59,7 @@ def describe_difference(batched: Arrays, single: Arrays) -> str:
 
 
 def differing_rows(batched: Arrays, single: Arrays) -> Any:
-    """Return a boolean array that tells for each row whether any output differs. The outputs must have equal shapes."""
+    """Return a boolean array: for each row, whether any output differs. The outputs must have equal shapes."""
     rows = len(next(iter(single.values())))
     differ = np.zeros(rows, bool)
     for name, array in single.items():

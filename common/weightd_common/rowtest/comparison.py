@@ -1,12 +1,13 @@
-"""Comparison of a model's answers to batched rows with its answers to the same rows run singly.
+"""Row test: compares a model's answers to batched rows with its answers to the same rows, each run in its own predict.
 
-The bits of a row's answer may depend on its position in the batch and on the size of the batch: a library may have a
-separate kernel for a single row, and another for the remainder of a vector; a model may scale by the largest value of
-all rows. No engine gives a guarantee, so this module tests. The result is evidence, not proof, because differences
-depend on the values.
+The bits of a row's answer may depend on the row's position in the batch and on the size of the batch. For example, a
+library may use one kernel for a single row and another for several rows, or the model may scale its inputs by the
+largest value of all rows. No engine guarantees equal bits, so this module tests the model. The result is evidence and
+not proof, because another row may still get different bits.
 
-Rows of different magnitudes reveal most. A model may reject them because its inputs are indices, or may give the same
-answer to all of them, which reveals nothing. Then the test uses another kind of rows (`rows.row_kinds`).
+Rows whose values differ in magnitude reveal most differences. But a model whose inputs are indices rejects such rows,
+and a model may give the same answer to all of them, which reveals nothing. In these cases the test uses rows of another
+kind (`rows.row_kinds`).
 """
 
 from __future__ import annotations
@@ -33,44 +34,48 @@ from weightd_common.rowtest.rows import (
 from weightd_protocol.messages.inference import TensorSignature
 
 MAX_DURATION_S = 10.0
-"""Maximum duration of the test in seconds. A predict in progress at this time is not interrupted."""
+"""Maximum duration of the row test in seconds. A predict that is still running after this time is not interrupted."""
 
-# Part of MAX_DURATION_S for predicts of single rows, which run before any batch.
+# Seconds after which the test runs no more single rows, so that time remains for batches. MIN_TEST_ROWS single rows are
+# run in any case.
 _MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
 
-# Required number of distinct answers to the first MIN_TEST_ROWS rows. With fewer, another kind of rows is tried.
+# Minimum number of distinct answers to the first MIN_TEST_ROWS rows. With fewer distinct answers, the test tries
+# another kind of rows.
 _MIN_DISTINCT = MIN_TEST_ROWS // 2
 
-# Maximum duration in seconds of the test of rows with special values. A kind of rows that was not tested in this time
-# counts as unequal.
+# Maximum duration in seconds of the test of rows with special floats such as NaN. For a kind of special floats that was
+# not tested in this time, batched answers count as different from single answers.
 MAX_SPECIAL_VALUES_S = 2.0
 _SPECIAL_ROWS = 16
 
-# Libraries process 4, 8 or 16 values at once, and differences appear in the remainder.
+# Batch sizes to test in addition to the largest. Libraries process 4, 8 or 16 values at once, and may compute other
+# bits for the remaining values of a batch whose size is not a multiple.
 _ODD_SIZES = (2, 3, 5, 7)
 
-# Maximum number of tested batch sizes if the model supports only certain ones.
+# Maximum number of batch sizes that are tested with all rows if the model supports only certain batch sizes.
 _MAX_ALLOWED_SIZES = 8
 
-# Number of batch sizes that are run once. Workers test larger ones when they occur.
+# Maximum number of batch sizes, counted from the smallest, that the test runs with one batch each. A worker tests a
+# larger batch size when the first batch of this size occurs.
 _MAX_ROW_COUNTS = 64
 
-# Batch size that a worker runs when it attaches.
+# Maximum batch size in `predict_many_rows`, which every worker runs when it attaches.
 _MAX_DIGEST_ROWS = 64
 
 _SAMPLE_HINT = "set `selftest` of the model to an .npz file of typical inputs, with several rows that differ"
 
 
 class TestedModel(NamedTuple):
-    """A model and the parameters of its test.
+    """A model, and the parameters of its row test.
 
     Attributes:
-        predict: runs the model.
-        inputs: the signatures of its inputs.
-        shapes: shapes with which the model runs, by input name.
-        max_rows: the largest number of rows in one predict.
-        allowed_sizes: the only numbers of rows that the model supports; empty for any.
-        sample: input values with these shapes; None to generate them.
+        predict: runs the model on inputs by name and returns its outputs by name.
+        inputs: the signatures of the model's inputs.
+        shapes: shapes with which the model is known to run, by input name.
+        max_rows: the largest number of rows that a batch may have.
+        allowed_sizes: the only batch sizes that the model supports; empty if it supports any.
+        sample: input values with the shapes in `shapes`; None if the test generates values.
         input_errors: the exceptions that `predict` raises if it rejects its inputs.
     """
 
@@ -84,15 +89,17 @@ class TestedModel(NamedTuple):
 
 
 class RowTestResult(NamedTuple):
-    """Result of the test.
+    """Result of a row test.
 
     Attributes:
-        outputs: the names of the outputs, each of which has the rows of the inputs; empty if the model was not run.
+        outputs: the names of the model's outputs, which all have one row for each input row; empty if that is not
+            known, because the model was not run or rejected the rows.
         note: why batched and single answers differ, or why this is unknown; "" if they are equal.
-        compared_rows: each number of rows up to this one was run.
-        kind: the kind of rows that was used.
-        unequal_specials: for rows with such values, batched answers are not known to equal single answers.
-        batch_error: the exception that `TestedModel.predict` raised for several rows, each of which runs singly.
+        compared_rows: the test has run a batch of every possible size up to this number of rows.
+        kind: the kind of rows that the test has used.
+        unequal_specials: kinds of special floats for which the test has not found batched and single answers equal.
+        batch_error: the exception that `TestedModel.predict` raised for a batch whose rows run singly; None
+            otherwise.
     """
 
     outputs: Tuple[str, ...] = ()
@@ -104,7 +111,7 @@ class RowTestResult(NamedTuple):
 
 
 class _Refused(NotBatchable):
-    """The model rejects this number of rows."""
+    """The model rejects a batch of this size. `cause` is the exception that `TestedModel.predict` raised."""
 
     def __init__(self, text: str, cause: Exception) -> None:
         super().__init__(text)
@@ -115,7 +122,7 @@ class _ValuesUnfit(Exception):
     """Rows of this kind reveal nothing about this model. The text gives the reason.
 
     Attributes:
-        distinct_count: the number of distinct answers to the first rows; -1 if the model rejected a row.
+        distinct_count: the number of distinct answers to the first MIN_TEST_ROWS rows; -1 if the model rejected a row.
     """
 
     def __init__(self, text: str, variety: int = -1) -> None:
@@ -124,7 +131,12 @@ class _ValuesUnfit(Exception):
 
 
 def inputs_with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
-    """Return the names of the inputs that have rows. With `sizes`, rows may be padded, so every input must have rows.
+    """Return the names of the inputs that have rows.
+
+    Args:
+        inputs: the signatures of the model's inputs.
+        sizes: the only batch sizes that the model supports; empty if it supports any. With `sizes`, rows may be added
+            to a batch, so every input must have rows.
 
     Raises:
         NotBatchable: requests of the model cannot be batched.
@@ -148,19 +160,25 @@ def compare(
     before_run: Callable[[int], None] = lambda _: None,
     on_refused: Callable[[Exception], None] = lambda _: None,
 ) -> RowTestResult:
-    """Run rows batched and singly, and return the result of the comparison.
+    """Run test rows batched and singly, compare the answers, and return the result.
 
     Args:
         subject: the model.
-        exact: if False, only the shapes of the outputs are checked.
-        before_run: called with the number of rows before each predict; raises `NotBatchable` to prevent it.
-        on_refused: called with an exception raised by `subject.predict`, before the model is run again.
+        exact: whether the answers are compared bit for bit; if False, only the shapes of the outputs are checked.
+        before_run: called with the number of rows before each predict; raises `NotBatchable` to prevent the predict.
+        on_refused: called with each exception of `subject.predict` before the model is run again.
     """
     return _Comparison(subject, exact, before_run, on_refused).run()
 
 
 def predict_many_rows(subject: TestedModel, kind: RowKind) -> Arrays:
-    """Return the answer to one predict of many rows. A deterministic model has the same bits in every process.
+    """Return the answer to one predict of many test rows.
+
+    The rows are the same in every process, so a holder and its workers can compare the bits of their answers.
+
+    Args:
+        subject: the model.
+        kind: the kind of rows.
 
     Raises:
         Exception: one of `subject.input_errors`, if the model rejects the rows.
@@ -172,7 +190,7 @@ def predict_many_rows(subject: TestedModel, kind: RowKind) -> Arrays:
 
 
 class _Comparison:
-    """One test of a model."""
+    """One row test of a model; see `compare` for the arguments."""
 
     def __init__(
         self,
@@ -185,7 +203,7 @@ class _Comparison:
         self._exact = exact
         self._before_run = before_run
         self._on_refused = on_refused
-        # The batch size for a single row: the smallest supported one.
+        # Number of copies of a row in a predict of this single row: the smallest batch size that the model supports.
         self._min_rows = min(subject.allowed_sizes, default=1)
         self._batch_sizes = _sizes_to_test(subject)
         numbers = range(1 if subject.allowed_sizes else 2, self._batch_sizes[0] + 1)
@@ -196,7 +214,7 @@ class _Comparison:
         self._started_at = time.monotonic()
 
     def run(self) -> RowTestResult:
-        """Run the test with the first kind of rows that reveals something."""
+        """Run the test with the first kind of rows to which the model gives enough distinct answers."""
         unfit: List[Tuple[RowKind, _ValuesUnfit]] = []
         for kind in row_kinds(has_sample=self._subject.sample is not None):
             try:
@@ -213,10 +231,10 @@ class _Comparison:
 
         Args:
             kind: the kind of rows.
-            may_reject_kind: whether to raise `_ValuesUnfit` if the rows reveal too little.
+            may_reject_kind: whether to raise `_ValuesUnfit` if there are too few distinct answers.
 
         Raises:
-            _ValuesUnfit: the rows reveal too little, or the model rejects a single row.
+            _ValuesUnfit: there are too few distinct answers, or the model rejects a single row.
         """
         subject = self._subject
         rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind)
@@ -240,18 +258,24 @@ class _Comparison:
         return RowTestResult(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
 
     def _find_unequal_specials(self, rows: TestRows, kind: RowKind) -> Tuple[SpecialFloats, ...]:
-        """Return the special values that make batched answers differ, of rows with these values or of others."""
+        """Return the kinds of special floats for which batched answers differ from single answers, or were not tested.
+
+        The answers are compared for rows with special floats and for the other rows in the same batch.
+        """
         deadline = time.monotonic() + MAX_SPECIAL_VALUES_S
         if not rows.has_floats:
             return ()
         if kind not in (RowKind.SCALED, RowKind.UNSCALED):
-            return SPECIALS  # floats may be indices, so other values are not tried
+            return SPECIALS  # the floats may be indices, so special floats might be invalid and are not tried
         if self._are_equal(rows, SPECIALS, deadline):
             return ()
         return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), deadline)])
 
     def _are_equal(self, rows: TestRows, specials: Sequence[SpecialFloats], deadline: float) -> bool:
-        """Return whether rows, some with such values, have the same answers batched and singly."""
+        """Return whether rows, some with special floats of these kinds, have equal answers batched and singly.
+
+        The result is also False if the model rejects the rows, or when the time `deadline` has passed.
+        """
         inputs = rows.with_special_values(_SPECIAL_ROWS, specials)
 
         def run(indices: Any) -> Arrays:
@@ -282,8 +306,8 @@ class _Comparison:
         """Run batches and return the first difference from the single answers, "" if there is no difference.
 
         Raises:
-            NotBatchable: an output does not have the rows of the inputs, the model rejects a batch, or the test takes
-                too long.
+            NotBatchable: an output does not have one row for each input row, the model rejects a batch, or the test
+                takes too long.
         """
         number = len(next(iter(single.values())))
         for turn, size in self._schedule(number):
@@ -303,25 +327,26 @@ class _Comparison:
         return ""
 
     def _max_compared_rows(self) -> int:
-        """Return the largest number such that every possible number of rows up to it was run."""
+        """Return the largest batch size up to which the test has run a batch of every possible size."""
         tested = itertools.takewhile(self._tested_sizes.__contains__, self._row_counts)
         return max(tested, default=0)
 
     def _schedule(self, number: int) -> Iterator[Tuple[int, int]]:
-        """Yield pairs of a block index and a batch size: the batch consists of the rows of this block.
+        """Yield the batches to run as (block index, batch size): each batch is a block of consecutive rows.
 
-        Some batch sizes are run with all rows, the others once.
+        Sizes in `_batch_sizes` are run with all blocks of the `number` rows. Sizes that are only in `_row_counts` are
+        run once, with the first block.
         """
         yield from [(0, size) for size in self._batch_sizes]
         yield from [(0, size) for size in self._row_counts if size not in self._batch_sizes]
         yield from [(turn, size) for turn in range(1, number) for size in self._batch_sizes if turn * size < number]
 
     def _run_each_single(self, rows: TestRows, nbytes: int, *, may_reject_kind: bool) -> List[Arrays]:
-        """Return the answers to the rows, each run singly.
+        """Return the answers to the rows, each run in its own predict.
 
         Args:
             rows: the rows.
-            nbytes: the size of one answer.
+            nbytes: the size of one answer in bytes, which limits the number of rows that are run.
             may_reject_kind: as in `_test_kind`.
 
         Raises:
@@ -349,10 +374,10 @@ class _Comparison:
         return answers
 
     def _run_single(self, rows: TestRows, index: int) -> Arrays:
-        """Return the answer to one row.
+        """Return the answer to the row at `index`, run in its own predict.
 
         Raises:
-            _ValuesUnfit: the model rejects it.
+            _ValuesUnfit: the model rejects the row.
         """
         try:
             answer = self._predict(rows, np.full(self._min_rows, index))
@@ -365,11 +390,11 @@ class _Comparison:
         return {name: array[:1] for name, array in answer.items()}
 
     def _run_batched(self, rows: TestRows, indices: Any) -> Arrays:
-        """Return the answer to several rows.
+        """Return the answer to the rows at `indices`, run in one predict.
 
         Raises:
-            NotBatchable: the model rejects this number of rows.
-            _ValuesUnfit: the model rejects one of the rows also singly.
+            NotBatchable: the model rejects the batch.
+            _ValuesUnfit: the model rejects the batch, and also one of its rows in a separate predict.
         """
         try:
             return self._predict(rows, indices)
@@ -386,14 +411,17 @@ class _Comparison:
 
 
 def _inconclusive_reason(single: Sequence[Arrays]) -> str:
-    """Return the reason why these single answers could not have revealed a difference, "" if they could."""
+    """Return why these answers to single rows cannot reveal a difference, or "" if they can.
+
+    If all answers are equal, batched answers would be equal as well, even if the model mixed up the rows.
+    """
     if bits.count_distinct(single) > 1:
         return ""
     return f"the test is inconclusive: the model gives the same answer to all {len(single)} test rows; {_SAMPLE_HINT}"
 
 
 def _sizes_to_test(subject: TestedModel) -> List[int]:
-    """Return the batch sizes to test, the largest first."""
+    """Return the batch sizes to test with all rows, the largest first."""
     if subject.allowed_sizes:
         fit = sorted((size for size in subject.allowed_sizes if size <= subject.max_rows), reverse=True)
         return fit[:_MAX_ALLOWED_SIZES] or [min(subject.allowed_sizes)]

@@ -1,4 +1,4 @@
-"""Test rows for a model: distinct as far as possible, and reproducible in every process."""
+"""Generates the rows of a row test: different from each other as far as possible, and the same in every process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from weightd_common.rowtest.bits import Arrays
 from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 
-# If batched rows differ from single rows, only few may do so: 3.6 % for one known operator.
+# The test needs many rows, because often only a few of them have different bits when batched: 3.6 % of the rows for one
+# known operator.
 MAX_TEST_ROWS = 200
-"""Number of test rows, which run batched and singly."""
+"""Maximum number of test rows, each of which is run batched and singly."""
 
 MAX_TEST_BYTES = 64 * 1024 * 1024
-"""Maximum size of the kept rows, unless `MIN_TEST_ROWS` rows are larger."""
+"""Maximum size in bytes, separately for all test rows together, for all kept answers together, and for one batch. But
+`MIN_TEST_ROWS` rows and answers, and batches of 2 rows, are always allowed."""
 
 MIN_TEST_ROWS = 8
 
@@ -25,35 +27,36 @@ _SEED = 20_260_101
 
 _MAX_RANDOM_VALUES = 1024 * 1024
 
-# A model that considers all rows at once, to scale or to select them, reveals this if one row is larger.
+# Factors for the values of successive rows. If a model scales all rows of a batch by their largest value, a row with
+# much larger values changes the answers to the other rows and so reveals this.
 _MAGNITUDES = (1.0, 100.0, 0.01)
 
 
-# All values of a row are special, or one in three, or one in seven.
+# In rows with special floats, every value is special, or every third, or every seventh.
 _SPECIAL_STEPS = (1, 3, 7)
 
 
 class RowKind(enum.Enum):
-    """How the values of the rows are generated. The first usable kind of `row_kinds` is taken."""
+    """How the values of test rows are generated. A row test uses the first suitable kind of `row_kinds`."""
 
     SCALED = "scaled"
-    """Floats between -1 and 1, or floats of a sample varied by up to a half, multiplied by 1, 100 or 0.01. Integers are
-    0 and 1, or from the sample."""
+    """Floats are random numbers from -1 to 1, or values of the sample changed by up to a half. Each row's floats are
+    multiplied by 1, 100 or 0.01. Integers are random zeros and ones, or values of the sample."""
     UNSCALED = "unscaled"
-    """Without a sample: like SCALED, without the factors."""
+    """Like SCALED, but floats are not multiplied. Used only without a sample."""
     INDICES = "indices"
-    """Without a sample: floats are also 0 and 1, because they may be indices."""
+    """Floats are zeros and ones as well, because they may be indices. Used only without a sample."""
     PERMUTED = "permuted"
-    """The unchanged rows of a sample, then rows with the same values at other positions."""
+    """First the unchanged rows of the sample, then rows with the values of a sample row in random order."""
     SAMPLE = "sample"
-    """The unchanged rows of a sample, repeated."""
+    """The unchanged rows of the sample, repeated."""
 
 
 class SpecialFloats(enum.Enum):
-    """Floats for which a library may have separate code, or produce other bits."""
+    """Kinds of special floats, which a library may process with separate code or turn into other bits."""
 
     NAN = "nan"
-    """Quiet and signalling NaNs of both signs, whose payloads differ from the one of an invalid operation."""
+    """Quiet and signalling NaNs of both signs, with other payloads than the NaN that an invalid operation produces."""
     INFINITY = "infinity"
     SUBNORMAL = "subnormal"
     NEGATIVE_ZERO = "negative zero"
@@ -63,22 +66,22 @@ SPECIALS = tuple(SpecialFloats)
 
 
 def row_kinds(*, has_sample: bool) -> Tuple[RowKind, ...]:
-    """Return the kinds of rows to try, the most revealing first."""
+    """Return the kinds of rows to try in this order: the kind that reveals most differences is first."""
     if has_sample:
         return RowKind.SCALED, RowKind.PERMUTED, RowKind.SAMPLE
     return RowKind.SCALED, RowKind.UNSCALED, RowKind.INDICES
 
 
 def has_rows(tensor: TensorSignature) -> bool:
-    """Return whether the first dimension of an input may be a number of rows."""
+    """Return whether an input has rows: its first dimension is free, so that it can be a number of rows."""
     return tensor.shape is not None and tensor.shape[:1] == (-1,)
 
 
 def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
-    """Return values for an input. They are the same in every process, and differ for different `numbers`."""
+    """Return an array of random values for an input. It depends only on the input's name, `shape` and `numbers`."""
     random = _generator(tensor, *numbers)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
-    # The generator produces 8 bytes for each number, so a large array repeats a limited number of values.
+    # The random generator takes 8 bytes for each value. To save memory, a large array repeats its first values.
     count = int(np.prod(shape, dtype=np.int64))
     drawn = min(count, _MAX_RANDOM_VALUES)
     values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _random_indices(random, drawn)
@@ -91,18 +94,18 @@ class TestRows:
 
     Args:
         inputs: the signatures of the model's inputs.
-        shapes: shapes with which the model runs, by input name.
+        shapes: shapes with which the model is known to run, by input name.
         sample: sample arrays with these shapes, on which the rows are based; None without a sample.
         kind: how the values are generated.
-        max_rows: the largest useful number of rows.
-        first_index: the index of the first row in the infinite sequence of rows.
+        max_rows: the number of rows that the caller needs; more are not generated.
+        first_index: where this object's rows begin in the infinite sequence of rows that the kind defines.
 
     Attributes:
-        row_bytes: the size of one row in all inputs that have rows.
+        row_bytes: the size of one row of all inputs together in bytes, without inputs that have no rows.
         count: the number of rows.
     """
 
-    # pytest would treat a class with this name as tests.
+    # Without this attribute, pytest would treat a class whose name begins with "Test" as a test.
     __test__ = False
 
     def __init__(
@@ -139,13 +142,13 @@ class TestRows:
 
     @property
     def has_floats(self) -> bool:
-        """Whether an input with rows has floats."""
+        """Whether any of the inputs with rows contains floats."""
         return any(array.dtype.kind == "f" for array in self._rows.values())
 
     def with_special_values(self, count: int, specials: Sequence[SpecialFloats]) -> Arrays:
         """Return `count` rows with special values in the floats of every other row.
 
-        The special values fill the row or part of it, at positions that differ between rows.
+        The special values are at every position of the row, or at every third or seventh, with varying first positions.
         """
         inputs = self.select([index % self.count for index in range(count)])
         for name, rows in self._rows.items():
@@ -161,16 +164,16 @@ class TestRows:
         return inputs
 
     def select(self, indices: Sequence[int]) -> Arrays:
-        """Return the inputs for rows with these indices, in this order."""
+        """Return the model's inputs for a predict of the test rows with these indices, in this order."""
         return self.select_from({**self._constant_inputs, **self._rows}, indices)
 
     def select_from(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
-        """Return the rows of `inputs` with these indices, in this order."""
+        """Return `inputs` with only the rows at these indices, in this order. Inputs without rows are unchanged."""
         return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
 
 
 def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[SpecialFloats]) -> Any:
-    """Return a boolean array that tells for each row whether one of the named inputs has a special value in it."""
+    """Return a boolean array: for each row, whether one of the inputs `names` has a float of the kinds `specials`."""
     found: Any = np.zeros(len(inputs[names[0]]), bool)
     for name in names:
         array = inputs[name]
@@ -186,9 +189,9 @@ class _Layout(NamedTuple):
     """Bit layout of a float type.
 
     Attributes:
-        dtype: the unsigned integer type of the same size.
+        dtype: the unsigned integer type of the same size as the float type.
         sign: the sign bit.
-        infinity: the bits of positive infinity; the bits of NaN without sign are larger.
+        infinity: the bits of positive infinity. The bits of a NaN, without the sign bit, are larger.
         min_normal: the bits of the smallest positive normal number.
     """
 
@@ -204,10 +207,11 @@ def _float_layout(dtype: Any) -> _Layout:
     return _Layout(unsigned, *map(unsigned.type, (sign, sign - min_normal, min_normal)))
 
 
-# By the size of a float in bytes.
+# Number of mantissa bits of a float type, by its size in bytes.
 _MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 
-# Compares bits, because a library may have configured the processor to treat subnormal numbers as zeros.
+# Functions that mark the special floats in an array, by kind. They compare bits instead of numbers, because a library
+# may have configured the processor to treat subnormal numbers as zeros.
 _IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
     SpecialFloats.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
     SpecialFloats.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
@@ -219,7 +223,7 @@ _IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
 
 
 def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
-    """Return the bits of special values of a datatype as unsigned integers."""
+    """Return special floats of these kinds and this float type as an array of unsigned integers with their bits."""
     layout = _float_layout(dtype)
     sign, infinity, least = map(int, layout[1:])
     quiet = infinity | least >> 1
@@ -229,13 +233,13 @@ def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
         SpecialFloats.SUBNORMAL: [1, sign | 1, least - 1],
         SpecialFloats.NEGATIVE_ZERO: [sign],
     }
-    # Interleaved, so that a short prefix contains every kind.
+    # Take a value of each kind in turn, so that even a short row contains values of every kind.
     turns = itertools.zip_longest(*[values[special] for special in specials])
     return np.array([each for turn in turns for each in turn if each is not None], layout.dtype)
 
 
 def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int, ...]]) -> int:
-    """Return the size of one row in all inputs that have rows."""
+    """Return the size of one row of all inputs together in bytes, without inputs that have no rows."""
     return sum(
         ITEM_BYTES[each.datatype] * int(np.prod(shapes[each.name][1:], dtype=np.int64))
         for each in inputs
@@ -261,10 +265,11 @@ def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, k
 
 
 def _generator(tensor: TensorSignature, *numbers: int) -> Any:
-    # numpy guarantees the random stream of RandomState. It depends on the input's name, to detect swapped inputs.
+    # RandomState, because numpy guarantees its random numbers in all versions. The seed includes the input's name, so
+    # that inputs have different values and a model with swapped inputs gives another answer.
     return np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
 
 
 def _random_indices(random: Any, count: int) -> Any:
-    """Return random zeros and ones, which are valid indices of every embedding."""
+    """Return random zeros and ones. As indices, they are valid in every embedding with at least two entries."""
     return random.randint(0, 2, count)

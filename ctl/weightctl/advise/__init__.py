@@ -1,4 +1,5 @@
 """`weightctl advise`: recommends whether the daemon should batch requests of a model.
 
-`measure` sends the requests, `recommend` compares the results and decides, `command` prints the recommendation.
+`measure` sends requests to the model, `recommend` derives a recommendation from the results, and `command` prints the
+recommendation.
 """

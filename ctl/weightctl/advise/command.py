@@ -1,4 +1,4 @@
-"""`weightctl advise`: arguments, measurement sequence and output."""
+"""The command `weightctl advise`: its arguments, the sequence of the measurement, and its output."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _MAX_DISTINCT_ROWS = 1_000_000
 
 
 class NoRows(CommandError):
-    """Requests of the model have no rows, so they cannot be batched."""
+    """The model's inputs have no rows (a free first dimension), so its requests cannot be batched."""
 
     code = FailedPrecondition.code
 
@@ -164,7 +164,7 @@ def _verify(
     source: Union[SyntheticRows, FileRows],
     results: Sequence[recommend.BatchSizeResult],
 ) -> BatchTestResult:
-    """Run the daemon's batching test if the recommendation is to batch; return its result."""
+    """If batching is recommended, run the test with which the daemon decides about batching; return its result."""
     recommendation = recommend.recommend(results)
     if recommendation.verdict is not recommend.Verdict.MERGE:
         return BatchTestResult("")

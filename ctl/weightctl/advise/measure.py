@@ -1,7 +1,7 @@
-"""Measures requests of one row and of several rows, one at a time, and tests whether the daemon would batch them.
+"""Measures requests of one row and of several rows, and tests whether the daemon would batch such requests.
 
-The rows are generated, or read from a file. Requests of all sizes alternate, so that other load on the host affects all
-sizes alike.
+Only one request runs at a time. Its rows are generated, or read from a file. Requests of all sizes (numbers of rows)
+alternate, so that other load on the host affects all sizes equally.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from weightd_protocol.messages.status import StatusResponse
 
 Outputs = Mapping[str, Any]
 
-# A request travels from the client over the daemon to the worker and back, which takes twice as long as a ping that the
-# daemon answers itself.
+# Number of pings that take as long as the overhead of a request. The daemon answers a ping itself. A request travels
+# from the client to the daemon, on to the worker, and back the same way: twice the distance.
 OVERHEAD_PINGS = 2
 
 
 class SyntheticRows:
-    """Generated rows that are all different: the same rows with which the daemon tests a model.
+    """Generated rows, all of them different. The daemon tests a model with the same rows.
 
     Args:
-        specs: the inputs of a request; the number of rows does not matter.
+        specs: the inputs of a request. Their numbers of rows do not matter.
         kind: the kind of rows to generate.
 
     Attributes:
-        distinct_rows: number of different rows; None: unlimited.
-        sample: None, because the values do not come from a file.
-        shapes: shapes of the inputs with one row, by name.
+        distinct_rows: the number of different rows; None for an unlimited number.
+        sample: None, because the rows do not come from a file.
+        shapes: the shape of each input with one row, by name.
     """
 
     distinct_rows: Optional[int] = None
@@ -57,22 +57,22 @@ class SyntheticRows:
         self.kind = kind
 
     def block(self, number: int, rows: int) -> Arrays:
-        """Return the rows of block `number`, where each block has `rows` rows."""
+        """Return the rows of the block with this number. Each block has `rows` rows."""
         test_rows = TestRows(self._inputs, self.shapes, kind=self.kind, max_rows=rows, first_index=number * rows)
         return test_rows.select([row % test_rows.count for row in range(rows)])
 
 
 class FileRows:
-    """The rows of an .npz file, used in turn.
+    """The rows of an .npz file. After the last row, the first one is used again.
 
     Args:
-        path: the path of the file.
+        path: the path of the .npz file.
         inputs: the inputs in the model's signature.
 
     Attributes:
-        distinct_rows: number of rows in the file.
-        sample: the arrays by name.
-        shapes: shapes of the inputs with one row, by name.
+        distinct_rows: the number of rows in the file.
+        sample: the arrays of the file, by name.
+        shapes: the shape of each input with one row, by name.
 
     Raises:
         BadInput: the file cannot be read, or does not match the model's signature.
@@ -90,20 +90,20 @@ class FileRows:
         self.shapes: Dict[str, Tuple[int, ...]] = {name: (1, *self.sample[name].shape[1:]) for name in self._names}
 
     def block(self, number: int, rows: int) -> Arrays:
-        """Return the rows of block `number`, where each block has `rows` rows."""
+        """Return the rows of the block with this number. Each block has `rows` rows."""
         indices = np.arange(number * rows, (number + 1) * rows) % self._length
         return {name: np.ascontiguousarray(self.sample[name][indices]) for name in self._names}
 
 
 class AdvisePlan(NamedTuple):
-    """The plan of a measurement.
+    """Plan of a measurement: the requests to send and the rows to compare.
 
     Attributes:
-        model: the model to measure.
-        sizes: numbers of rows in a request, in ascending order, including 1.
-        source: the source of the rows.
-        min_distinct_rows: minimum number of different rows to compare.
-        min_seconds: minimum total duration in seconds.
+        model: the name of the model to measure.
+        sizes: the numbers of rows per request, in ascending order. The first one is 1.
+        source: the rows to send.
+        min_distinct_rows: the minimum number of different rows to compare.
+        min_seconds: the minimum duration of the measurement in seconds.
     """
 
     model: str
@@ -114,11 +114,11 @@ class AdvisePlan(NamedTuple):
 
 
 class Measurement:
-    """Runs the measurement and keeps its results, so that it can be interrupted at any time.
+    """Runs a measurement and keeps its results, so that they are available even if Ctrl-C interrupts it.
 
     Args:
-        client: the client for requests.
-        plan: the plan of the measurement.
+        client: the client that sends the requests.
+        plan: the requests to send and the rows to compare.
     """
 
     def __init__(self, client: Client, plan: AdvisePlan) -> None:
@@ -132,7 +132,7 @@ class Measurement:
 
     @property
     def results(self) -> List[BatchSizeResult]:
-        """The results by size in ascending order; a size that was rejected has the reason."""
+        """The results of all sizes, in ascending order. The result of a size that the model rejected has the reason."""
         overhead_s = OVERHEAD_PINGS * _median(self._ping_times_s)
         return [
             BatchSizeResult(
@@ -148,12 +148,12 @@ class Measurement:
         ]
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Send requests until the plan is fulfilled.
+        """Send requests until all blocks are compared and the minimum duration is reached.
 
-        `on_progress` is called with the number of rows compared so far, and their planned number.
+        `on_progress` is called with the number of rows that were compared so far, and the planned number of rows.
 
         Raises:
-            RequestError: a request failed for another reason than its rows.
+            RequestError: a request failed for a reason other than its number of rows.
         """
         begin = time.monotonic()
         sizes = self._warm_up()
@@ -166,7 +166,7 @@ class Measurement:
                 on_progress(done * length + each.end, block_count * length)
 
     def _warm_up(self) -> List[int]:
-        """Send one request of each size as a warm-up; return the sizes that the model accepts."""
+        """Send one request of each size to warm up the model. Return the sizes that the model accepts."""
         rows = self._plan.source.block(0, self._plan.sizes[-1])
         accepted: List[int] = []
         for size in self._plan.sizes:
@@ -184,7 +184,7 @@ class Measurement:
         return accepted
 
     def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[RowSlice]:
-        """Send the rows of a block in each size; yield the slices that have been compared."""
+        """Send the rows of a block in requests of each size. Yield each slice of the block after its comparison."""
         rows = self._plan.source.block(number, sizes[-1])
         single: List[Outputs] = []
         for each in block_requests(sizes):
@@ -207,11 +207,11 @@ class Measurement:
 
 
 class RowSlice(NamedTuple):
-    """A range of rows in a block, which forms one request.
+    """Consecutive rows of a block that are sent as one request.
 
     Attributes:
-        rows: the number of rows.
-        first: the index of the first row.
+        rows: the number of rows in the slice.
+        first: the index of the slice's first row in the block.
     """
 
     rows: int
@@ -219,15 +219,17 @@ class RowSlice(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index after the last row."""
+        """The index in the block after the slice's last row."""
         return self.first + self.rows
 
 
 def block_requests(sizes: Sequence[int]) -> List[RowSlice]:
-    """Return slices that cover a block, which has as many rows as the largest size, once with each size.
+    """Return slices of a block.
 
-    The last slice of a size may overlap the one before it. If 1 is one of the sizes, each row is requested alone before
-    it is part of a larger slice.
+    The slices of each size cover the whole block, which has as many rows as the largest size.
+
+    The last slice of a size may overlap the one before it. If 1 is one of the sizes, each row is in a slice alone
+    before it is in a larger slice.
     """
     rows = max(sizes)
     slices = [RowSlice(size, min(first, rows - size)) for size in sizes for first in range(0, rows, size)]
@@ -235,16 +237,16 @@ def block_requests(sizes: Sequence[int]) -> List[RowSlice]:
 
 
 def count_blocks(sizes: Sequence[int], min_rows: int) -> int:
-    """Return the number of blocks that have at least `min_rows` rows together."""
+    """Return the number of blocks that together have at least `min_rows` rows."""
     return -(-min_rows // max(sizes))
 
 
 class BatchTestResult(NamedTuple):
-    """The result of the batching test.
+    """Result of the test that decides whether the daemon batches requests of a model.
 
     Attributes:
         note: the reason why the daemon would not batch requests; "" if it would.
-        needs_sample: whether the daemon needs the rows of the file for its test (key `selftest`).
+        needs_sample: whether this test needs the rows of the file, so the daemon needs the file, too (key `selftest`).
     """
 
     note: str
@@ -252,10 +254,10 @@ class BatchTestResult(NamedTuple):
 
 
 class BatchTest:
-    """Tests a model in the same way as the daemon.
+    """Runs the test with which the daemon decides whether it batches requests of a model.
 
     Args:
-        client: the client for requests.
+        client: the client that sends the requests.
         model: the model's name.
         inputs: the inputs in the model's signature.
     """
@@ -266,16 +268,16 @@ class BatchTest:
         self._inputs = inputs
 
     def find_kind(self, source: SyntheticRows, rows: int) -> RowKind:
-        """Return the kind of generated rows that the model accepts, in requests of up to `rows` rows."""
+        """Return the kind of generated rows that the model accepts, in requests with up to `rows` rows."""
         return comparison.compare(self._row_test_subject(source, None, rows, ()), exact=False).kind
 
     def verify(self, source: Union[SyntheticRows, FileRows], rows: int, sizes: Tuple[int, ...]) -> BatchTestResult:
-        """Test the model with generated rows, as the daemon does; if they are not suitable, with the rows of the file.
+        """Run the test with generated rows, as the daemon does. If it fails, repeat it with the rows of the file.
 
         Args:
-            source: the rows that were measured.
+            source: the rows that were sent in the measurement.
             rows: the maximum number of rows in one execution.
-            sizes: the only numbers of rows that the model accepts; empty: all.
+            sizes: the only numbers of rows that the model accepts; empty if it accepts all.
         """
         try:
             comparison.inputs_with_rows(self._inputs, sizes)
@@ -298,7 +300,7 @@ class BatchTest:
 
 
 def batching_refusal(status: StatusResponse, model: str) -> str:
-    """Return why the daemon does not batch requests of a model although it is configured to; "" if neither applies."""
+    """Return why the daemon does not batch requests of a model that is configured for batching. Return "" otherwise."""
     for each in status.models:
         if each.name == model:
             return next((generation.batching_note for generation in each.generations if generation.max_rows == 1), "")
@@ -306,7 +308,7 @@ def batching_refusal(status: StatusResponse, model: str) -> str:
 
 
 def _check_array(path: str, sample: Mapping[str, Any], signature: TensorSignature) -> int:
-    """Check the array of an input and return its number of rows."""
+    """Check the array that the file has for an input. Return its number of rows."""
     array = sample.get(signature.name)
     if array is None:
         available = ", ".join(map(clean, sample)) or "none"
@@ -321,5 +323,8 @@ def _check_array(path: str, sample: Mapping[str, Any], signature: TensorSignatur
 
 
 def _median(seconds: Sequence[float]) -> float:
-    """Return the median, or 0.0 for an empty sequence; numpy is used because the module `statistics` imports slowly."""
+    """Return the median, or 0.0 for an empty sequence.
+
+    The module `statistics` is not used, because it imports slowly.
+    """
     return float(np.median(seconds)) if seconds else 0.0

@@ -1,23 +1,22 @@
-"""Decides whether batching is recommended for a model, and formats the result as text, configuration and JSON.
+"""Decides whether to recommend batching for a model, and formats the result as text, configuration and JSON.
 
 The rules, in this order:
 
-1. Each output must have one row for each row of the inputs, and no row of a batch may differ from the same row alone by
-   more than 1 % of its largest value. Larger differences are not rounding: the model computes one result from all rows.
-2. The time between client and worker does not change when the worker runs several requests together, so it is
-   subtracted before any comparison. If the model takes less time for a row than this overhead, batching is not
-   recommended.
-3. Eight rows together must give at least 1.3 times the rows/s of single rows. A smaller gain would be lost in everyday
-   variation.
-4. A size is worth its latency if as many waiting requests as it has rows get their responses earlier on average when
-   they run together. One after another, they finish after 1, 2, ... n times the duration of one, (n + 1) / 2 times on
-   average, so the gain must be at least 2 n / (n + 1).
-5. Among these sizes, only those count up to which all bits are equal. The smallest one with 90 % of the best gain is
-   recommended, provided that the daemon would batch: the test that the daemon runs when it loads the model
-   (`measure.BatchTest`) must find no difference either, and if batching is already configured, the daemon must not have
-   refused it.
-6. If no size qualifies, the same rule applies to the sizes up to which rows differ only by rounding, with exact =
-   false.
+1. Each output must have one row for each row of the inputs. No row of a batch may differ from the same row run alone by
+   more than 1 % of its largest value. A larger difference is not rounding: the model computes one result from all rows.
+2. Before any comparison, the overhead between client and worker is subtracted from each latency, because batching does
+   not reduce it. If the model takes less time for a row than this overhead, batching is not recommended.
+3. Requests of eight rows must give at least 1.3 times the rows/s of requests of single rows. A smaller gain would be
+   lost in everyday variation.
+4. A batch of n rows is worth its latency if n waiting requests get their responses earlier on average when they run
+   together. One after another, they take (n + 1) / 2 times the duration of one request on average. So the gain must be
+   at least 2 n / (n + 1).
+5. Of the sizes that pass rule 4, only those are candidates up to which all bits are equal. The smallest candidate with
+   90 % of the best gain is recommended, unless the daemon would refuse to batch: the test that the daemon runs when it
+   loads the model (`measure.BatchTest`) must find no difference, and a daemon that is already configured to batch the
+   model must not have refused it.
+6. If rule 5 finds no candidate, it is applied again with the sizes up to which rows differ only by rounding. The
+   recommendation then includes exact = false.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _MIXING_REASON = "the output of a row depends on the other rows by more than rou
 
 
 class Comparison:
-    """Results of comparing requests of one size with requests of single rows.
+    """Differences between requests of one size and requests of single rows.
 
     Attributes:
-        rows_compared: number of rows that were compared.
-        rows_unequal: number of rows with different bits in any output.
-        differences: differences by output name, for outputs that differ.
-        shape_mismatches: shapes that were found instead, by name, for outputs without one row for each input row.
+        rows_compared: the number of rows that were compared.
+        rows_unequal: the number of rows for which any output has different bits.
+        differences: the differences of each output that differs, by output name.
+        shape_mismatches: the shape of each output that does not have one row for each input row, by output name.
     """
 
     def __init__(self) -> None:
@@ -57,16 +56,16 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no difference was found."""
+        """Whether no output differed in bits or shape."""
         return not self.rows_unequal and not self.shape_mismatches
 
     @property
     def max_relative(self) -> float:
-        """The largest difference, relative to the largest value of the row."""
+        """The largest difference of any output, relative to the largest value of the row."""
         return max((each.max_relative for each in self.differences.values()), default=0.0)
 
     def compare(self, merged: Mapping[str, Any], single: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the outputs of several rows with the outputs of each row alone."""
+        """Compare the outputs of a request with several rows with the outputs of requests for each single row."""
         unequal: List[bool] = [False] * len(single)
         self.rows_compared += len(single)
         for name, array in merged.items():
@@ -92,12 +91,13 @@ class Comparison:
 
 
 class Difference(NamedTuple):
-    """Differences found in an output.
+    """Differences of one output between batched and single rows.
 
     Attributes:
-        rows: number of rows with different bits.
+        rows: the number of rows with different bits.
         max_difference: the largest absolute difference of two values; infinite if only one of them is NaN.
-        max_relative: the largest difference relative to the largest value of the row alone, over all rows.
+        max_relative: the largest difference of a row, divided by the largest value of the single row; the maximum over
+            all rows.
     """
 
     rows: int
@@ -106,19 +106,19 @@ class Difference(NamedTuple):
 
 
 def max_difference(row: Any, single: Any) -> float:
-    """Return the largest absolute difference of corresponding values; infinite if only one of them is NaN."""
-    # NaN values and NaN differences are handled below.
+    """Return the largest absolute difference of corresponding values; infinite if only one of two values is NaN."""
+    # NumPy's warnings are irrelevant: the lines below handle NaN and infinite values.
     with np.errstate(invalid="ignore", over="ignore"):
         one, other = (np.asarray(each, np.float64).reshape(-1) for each in (row, single))
         differences = np.abs(one - other)
-    # Equal infinities and two NaN values count as equal.
+    # Treat two equal infinities, or two NaN values, as equal.
     differences[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
     differences[np.isnan(differences)] = math.inf
     return float(differences.max())
 
 
 def relative_difference(difference: float, single: Any) -> float:
-    """Return a difference relative to the largest finite value; infinite if that is 0."""
+    """Return a difference relative to the largest finite value of a row; infinite if that value is 0."""
     if not difference:
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -128,16 +128,17 @@ def relative_difference(difference: float, single: Any) -> float:
 
 
 class BatchSizeResult(NamedTuple):
-    """Results for requests of one size.
+    """Results for requests of one size (number of rows).
 
     Attributes:
         rows: the number of rows in a request.
-        median_s: median latency at the client in seconds.
-        overhead_s: the part of the latency between client and worker in seconds.
-        answers: number of responses.
-        comparison: the comparison with single rows; for size 1, with a second response for the same row.
-        is_split: whether the daemon has split such a request.
-        refusal: why the request was rejected; "" if it was not.
+        median_s: the median latency at the client in seconds.
+        overhead_s: the part of the latency in seconds that a request spends between client and worker.
+        answers: the number of responses.
+        comparison: the differences from single rows. For size 1, the differences between two responses for the same
+            row.
+        is_split: whether the daemon split a request of this size.
+        refusal: why the model rejected requests of this size; "" if it accepted them.
     """
 
     rows: int
@@ -150,17 +151,17 @@ class BatchSizeResult(NamedTuple):
 
     @property
     def model_s(self) -> float:
-        """Estimated time of the model in seconds, at least 1 % of the latency."""
+        """Estimated seconds of the model for a request: the latency without overhead, at least 1 % of the latency."""
         return max(self.median_s - self.overhead_s, 0.01 * self.median_s)
 
     @property
     def is_measured(self) -> bool:
-        """Whether the latency was measured with single executions, not with split requests."""
+        """Whether the latency is known: there are responses, and the daemon did not split the requests."""
         return self.answers > 0 and not self.is_split
 
 
 class Verdict(enum.Enum):
-    """The kind of a recommendation."""
+    """Whether batching is recommended, and how exact its outputs are."""
 
     MERGE = "merge"
     INEXACT = "inexact"
@@ -171,11 +172,11 @@ class Recommendation(NamedTuple):
     """A recommendation and its reason.
 
     Attributes:
-        verdict: whether to batch.
-        max_rows: the maximum number of rows; 1: no batching.
-        sizes: the only sizes up to `max_rows` that the model accepts; empty: all.
-        reason: the reason in one or two sentences.
-        sample: the file whose rows the daemon needs for its test; "" if it needs none.
+        verdict: whether batching is recommended.
+        max_rows: the maximum number of rows in a batch; 1 for no batching.
+        sizes: the only batch sizes up to `max_rows` that the model accepts; empty if it accepts all.
+        reason: the reason for the recommendation in one or two sentences.
+        sample: the path of the file whose rows the daemon needs for its test; "" if it needs no file.
     """
 
     verdict: Verdict
@@ -186,27 +187,27 @@ class Recommendation(NamedTuple):
 
 
 def not_batched(note: str) -> Recommendation:
-    """Return the recommendation for a model that the daemon does not batch, with the reason in `note`."""
+    """Return the recommendation not to batch, because the daemon rejects batching for the reason in `note`."""
     return Recommendation(Verdict.NO, 1, (), f"the daemon rejects batching with exact outputs: {note}")
 
 
 def is_overhead_dominated(one: BatchSizeResult) -> bool:
-    """Return whether the overhead exceeds the model's time for one row, so that batching cannot help."""
+    """Return whether a request's overhead exceeds the model's time for one row, so that batching cannot help."""
     return one.model_s < one.overhead_s
 
 
 def gain(size: BatchSizeResult, one: BatchSizeResult) -> float:
-    """Return the rows/s of the model at this size, relative to single rows."""
+    """Return the rows/s of the model at this size, divided by its rows/s with single rows."""
     return size.rows * one.model_s / size.model_s
 
 
 def is_worth_its_latency(size: BatchSizeResult, one: BatchSizeResult) -> bool:
-    """Return whether requests get their responses earlier on average when they run together (rule 4 of the module)."""
+    """Return whether waiting requests get their responses earlier on average if they run together (rule 4)."""
     return gain(size, one) >= 2 * size.rows / (size.rows + 1)
 
 
 def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
-    """Apply the rules to results in ascending order of size; the first one has size 1 and was measured."""
+    """Apply the rules of this module to `sizes`, in ascending order. The first size is 1 and must be measured."""
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
     worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
@@ -234,7 +235,7 @@ _NOTES = {
 
 
 def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) -> str:
-    """Return why requests cannot be batched at all; "" if they can."""
+    """Return why requests of this model cannot be batched at all, because of the shapes of outputs; "" if they can."""
     for size in (one, *measured):
         for name, found in size.comparison.shape_mismatches.items():
             return f"output {name} does not have one row per input row: {found}"
@@ -242,7 +243,7 @@ def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) 
 
 
 def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[BatchSizeResult]) -> str:
-    """Return why batches of any size would give wrong results; "" if some size does not."""
+    """Return why batches of every size would give wrong results; "" if some size gives right results."""
     if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
         return ""
     if sizes[0].comparison.max_relative > ROUNDING_TOLERANCE:
@@ -253,7 +254,7 @@ def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[Batch
 def _gain_objection(
     one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]
 ) -> str:
-    """Return why batching gains too little; "" if it gains enough."""
+    """Return why batching is not worthwhile for any size; "" if it is worthwhile."""
     if is_overhead_dominated(one):
         return (
             f"a row takes the model less than the overhead of {one.overhead_s * 1e3:.2f} ms between client and worker,"
@@ -271,9 +272,9 @@ def _gain_objection(
 def _below_first_difference(
     sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float
 ) -> List[BatchSizeResult]:
-    """Return the `candidates` below the first size whose rows differ by more than `relative`.
+    """Return the `candidates` that are smaller than the first size whose rows differ by more than `relative`.
 
-    Larger ones are excluded, because a batch up to their size may also have the size that differs.
+    A larger candidate is excluded: batches up to its size may have the size at which rows differ.
     """
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]
@@ -289,7 +290,7 @@ def _best(sizes: Sequence[BatchSizeResult], one: BatchSizeResult) -> BatchSizeRe
 
 
 def _accepted_sizes(sizes: Sequence[BatchSizeResult], max_rows: int) -> Tuple[int, ...]:
-    """Return the sizes up to `max_rows` that the model accepts; empty if it accepts all of them."""
+    """Return the sizes up to `max_rows` that the model accepts; empty if it accepts all of these sizes."""
     below = [size for size in sizes if size.rows <= max_rows]
     return tuple(size.rows for size in below if not size.refusal) if any(size.refusal for size in below) else ()
 
@@ -311,7 +312,7 @@ _VERDICT_TEXTS = {
 
 
 def config_text(model: str, advice: Recommendation) -> str:
-    """Return the lines for the configuration file; "" if no change is recommended."""
+    """Return the lines to add to the configuration file; "" if batching is not recommended."""
     if advice.verdict is Verdict.NO:
         return ""
     name = model if re.match(r"[A-Za-z0-9_-]+\Z", model) else json.dumps(model)
@@ -327,9 +328,9 @@ def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation,
 
     Args:
         model: the model's name.
-        sizes: the results.
-        advice: the recommendation.
-        distinct_rows: number of different rows; None: unlimited.
+        sizes: the results of each size.
+        advice: the recommendation, with its reason.
+        distinct_rows: the number of different rows that were sent; None for an unlimited number.
     """
     one = sizes[0]
     compared = max(size.comparison.rows_compared for size in sizes)
@@ -380,7 +381,7 @@ def _remarks(sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
 
 
 def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
-    """Yield remarks on an output over all sizes."""
+    """Yield remarks on the differences of one output, for all sizes."""
     mismatches = [
         (size.rows, size.comparison.shape_mismatches[name])
         for size in sizes
@@ -402,7 +403,7 @@ def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str
 
 
 def as_json(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation) -> Dict[str, Any]:
-    """Return the results as a dictionary."""
+    """Return the results and the recommendation as a dictionary for JSON."""
     return {
         "model_name": model,
         "overhead_us": sizes[0].overhead_s * 1e6,
@@ -444,5 +445,5 @@ def _size_json(size: BatchSizeResult, one: BatchSizeResult) -> Dict[str, Any]:
 
 
 def _json_number(value: float) -> Any:
-    """Return a float for JSON; infinity, which JSON lacks, becomes text."""
+    """Return a float for JSON. Infinity, which JSON lacks, becomes a text."""
     return value if math.isfinite(value) else "Infinity"

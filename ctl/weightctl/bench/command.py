@@ -1,4 +1,4 @@
-"""`weightctl bench`: arguments, measurement sequence and report."""
+"""The command `weightctl bench`: its arguments, the sequence of the measurement, and its report."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Ctrl-C."""
 
 
 def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> str:
-    """Return a table of the levels, and remarks on them."""
+    """Return a table of the results at each number of requests in flight, and remarks on the results."""
     inputs = ", ".join(f"{clean(spec.name)} {spec.datatype} {list(spec.shape)}" for spec in specs) or "no inputs"
     lines = [f"{clean(model)}: {inputs}", ""]
     lines += table([_HEADING, *(_row(level, rows) for level in levels)], 0, "")
@@ -70,7 +70,7 @@ def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels:
 
 
 def as_json(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> Dict[str, Any]:
-    """Return the results as a dictionary."""
+    """Return the results as a dictionary for JSON."""
     return {
         "model_name": model,
         "inputs": [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs],

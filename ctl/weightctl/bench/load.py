@@ -1,4 +1,7 @@
-"""Generates load with a constant number of requests in flight: each task sends a request, awaits it, and repeats."""
+"""Generates load with a constant number of requests in flight.
+
+Each of several tasks sends one request after another.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,22 @@ from weightctl.target import per_execution, read_counters
 from weightd.aio import AsyncClient
 from weightd_protocol.errors import RequestError
 
-# Pause after an error; without it, a full queue would be flooded with requests that it rejects immediately.
+# Seconds that a task pauses after a failed request. Without the pause, tasks would flood a full queue, which rejects
+# requests at once. `_MAX_BACKOFF_S` limits the pause that the daemon proposes.
 _BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 1.0
 
 
 class BenchPlan(NamedTuple):
-    """The plan of a measurement.
+    """Plan of a measurement: the requests to send and the duration.
 
     Attributes:
-        model: the model to measure.
-        inputs: the inputs of the requests, used in turn.
-        levels: the numbers of requests in flight, measured one after another.
-        max_seconds: maximum duration of each level.
-        on_window: called with the requests in flight and the windows of a level, at its begin and after each window.
+        model: the name of the model to measure.
+        inputs: the inputs of the requests. Each task uses them in turn.
+        levels: the numbers of requests in flight. They are measured one after another.
+        max_seconds: the maximum duration of the measurement of one level in seconds.
+        on_window: a function that is called with the number of requests in flight and the windows, at the beginning of
+            each level and after each window.
     """
 
     model: str
@@ -37,13 +42,13 @@ class BenchPlan(NamedTuple):
 
 
 def measure(address: str, timeout: float, plan: BenchPlan, on_level: Callable[[Level], None]) -> bool:
-    """Measure each level and call `on_level` with the result. Return whether Ctrl-C ended the measurement early.
+    """Measure each level and call `on_level` with its result. Return whether Ctrl-C ended the measurement early.
 
     Args:
         address: the daemon's address.
-        timeout: timeout of each request in seconds.
-        plan: the plan of the measurement.
-        on_level: receives the result of each level.
+        timeout: the timeout of each request in seconds.
+        plan: the requests to send.
+        on_level: a function that is called with the result of each level.
     """
     return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, on_level))
 
@@ -74,7 +79,7 @@ async def _measure_level(
         windows.finish(time.monotonic())
         for task in tasks:
             task.cancel()
-        # Each cancelled task cancels its request.
+        # Each task that is cancelled here cancels its request in progress.
         ends = await asyncio.gather(*tasks, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception) and not isinstance(end, asyncio.CancelledError):
@@ -84,7 +89,7 @@ async def _measure_level(
 
 
 async def _send_requests(client: AsyncClient, plan: BenchPlan, windows: Windows, first: int, in_flight: int) -> None:
-    """Send requests until the windows are complete; each task begins with another input."""
+    """Send one request after another until the windows are complete. The tasks begin with different inputs."""
     for inputs in itertools.islice(itertools.cycle(plan.inputs), first % len(plan.inputs), None):
         sent = time.monotonic()
         try:
@@ -101,10 +106,10 @@ async def _send_requests(client: AsyncClient, plan: BenchPlan, windows: Windows,
 
 
 class _Interrupt:
-    """Handles Ctrl-C within the block: it completes a future instead of raising `KeyboardInterrupt`.
+    """Context manager that handles Ctrl-C: completes a future instead of raising `KeyboardInterrupt`.
 
     Attributes:
-        interrupted: done after Ctrl-C.
+        interrupted: a future that is done after Ctrl-C.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Measurement windows: group responses by time until three windows in a row agree. Pure: does not read a clock."""
+"""Divides a measurement into windows until three windows in a row agree. This module does not read a clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections import Counter, deque
 from typing import Counter as Counts
 from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
-# The criterion of perf_analyzer: three windows in a row within 10 % of their mean, among at most ten.
+# When a measurement ends, as in perf_analyzer: the rates of three windows in a row differ by at most 10 % from their
+# mean, or ten windows are complete.
 STABLE_WINDOWS = 3
 TOLERANCE = 0.1
 MAX_WINDOWS = 10
 
 
 class Window(NamedTuple):
-    """The results in one window.
+    """The responses and errors in one window, which is a part of the measurement's duration.
 
     Attributes:
-        seconds: duration of the window.
-        latencies: latencies of the responses in seconds, in the order of their arrival.
-        errors: number of failed requests by error code.
+        seconds: the duration of the window in seconds.
+        latencies: the latency of each response in seconds, in the order of arrival.
+        errors: the number of failed requests, by error code.
     """
 
     seconds: float
@@ -33,29 +34,29 @@ class Window(NamedTuple):
 
 
 def deviation(rates: Sequence[float]) -> float:
-    """Return the largest deviation of a rate from the mean, relative to the mean."""
+    """Return the largest deviation of any rate from the mean rate, divided by the mean rate."""
     mean = sum(rates) / len(rates)
     return max(abs(each - mean) for each in rates) / mean if mean else math.inf
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """Return the smallest of the ascending values that at least a fraction of them does not exceed."""
+    """Return the smallest value in `ordered` for which at least `fraction` of the values are not larger."""
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 class Windows:
-    """Collects responses in windows. The first window is the warm-up and is dropped.
+    """Collects responses in windows. The first window is for warming up and is not counted.
 
-    A window ends with the first response after its time, where the next one begins. Thus the rate is accurate even with
-    few responses.
+    A window ends when the first response after its minimum duration arrives; the next window begins at the same time.
+    So its rate is accurate even if there are few responses.
 
     Args:
-        started_at: when the first request was sent.
-        window_s: minimum duration of a window in seconds.
+        started_at: the time at which the first request was sent, in seconds.
+        window_s: the minimum duration of a window in seconds.
 
     Attributes:
-        recent: the latest complete windows, at most `STABLE_WINDOWS`.
-        count: number of complete windows without the warm-up; -1 before the warm-up has ended.
+        recent: the complete windows that ended last, at most `STABLE_WINDOWS`.
+        count: the number of complete windows without the warm-up; -1 during the warm-up.
     """
 
     def __init__(self, started_at: float, window_s: float) -> None:
@@ -66,16 +67,16 @@ class Windows:
 
     @property
     def is_stable(self) -> bool:
-        """Whether the latest windows agree."""
+        """Whether the rates of the last three windows agree."""
         return len(self.recent) == STABLE_WINDOWS and deviation([each.rate for each in self.recent]) <= TOLERANCE
 
     @property
     def is_over(self) -> bool:
-        """Whether the measurement is complete: the windows agree, or the maximum number of windows is reached."""
+        """Whether the measurement is complete: the last windows agree, or there are as many windows as allowed."""
         return self.is_stable or self.count + 1 >= MAX_WINDOWS
 
     def on_response(self, now: float, latency_s: float) -> bool:
-        """Record a response; return whether it ends a window."""
+        """Record a response that arrived at `now`. Return whether the response ends the current window."""
         self._latencies.append(latency_s)
         if now < self._ends_at:
             return False
@@ -90,7 +91,10 @@ class Windows:
         self._errors[code] += 1
 
     def finish(self, now: float) -> None:
-        """End the measurement. The current window counts if its time is over, or if there is no complete one."""
+        """End the measurement.
+
+        The current window counts if its minimum duration has passed, or if no window is complete.
+        """
         is_overdue = now >= self._ends_at and self.count >= 0
         if is_overdue or (not self.recent and now > self._started_at and (self._latencies or self._errors)):
             self.recent.append(self._close_window(now))
@@ -106,18 +110,19 @@ class Windows:
 
 
 class Level(NamedTuple):
-    """The result for one number of requests in flight.
+    """Result of a level, which is the measurement with one number of requests in flight.
 
     Attributes:
-        in_flight: number of requests in flight.
-        answers: number of responses in the windows that count.
-        requests_per_s: responses per second; None without responses.
-        latencies: 50th, 95th and 99th percentile in seconds; None without responses.
-        errors: number of failed requests by error code.
-        windows: number of windows that were measured.
-        is_stable: whether the last three windows agree.
-        deviation: their largest relative deviation from the mean; None if unknown.
-        requests_per_execution: average number of requests in one execution; None if unknown.
+        in_flight: the number of requests in flight.
+        answers: the number of responses in the windows that ended last.
+        requests_per_s: responses per second in these windows; None without responses.
+        latencies: the 50th, 95th and 99th percentile of the latency in seconds; None without responses.
+        errors: the number of failed requests in these windows, by error code.
+        windows: the number of windows that were measured.
+        is_stable: whether the rates of the last three windows agree.
+        deviation: the largest deviation of a window's rate from the mean rate, divided by the mean rate; None if
+            unknown.
+        requests_per_execution: the mean number of requests that workers ran in one execution; None if unknown.
     """
 
     in_flight: int
@@ -132,7 +137,7 @@ class Level(NamedTuple):
 
 
 def summarize(in_flight: int, windows: Windows, requests_per_execution: Optional[float]) -> Level:
-    """Return the result from the latest windows."""
+    """Return the result of a level from the windows that ended last."""
     latencies = sorted(each for window in windows.recent for each in window.latencies)
     errors: Counts[str] = Counter()
     for window in windows.recent:

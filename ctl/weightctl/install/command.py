@@ -1,4 +1,4 @@
-"""`weightctl install-units`: arguments, sequence and output."""
+"""The command `weightctl install-units`: its arguments, its sequence and its output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXAMPLE_PATH = "/usr/local/share/doc/weightd/examples/weightd.toml"
 
 
 class _Step(NamedTuple):
-    """A command for the user to run next, and the reason."""
+    """A command that the user should run next, and the reason for it."""
 
     command: str
     reason: str
@@ -120,7 +120,7 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
         )
     units = plan.units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
-    # These serve other programs, so the user must enable them explicitly.
+    # These units serve programs other than weightd, so the user must enable them explicitly.
     optional = [*gateway, "weightd-metrics.service"]
     yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in optional)}", "")
     if gateway and (prefix / GATEWAY_CONFIGURATION.relative_to("/")).exists():

@@ -1,7 +1,7 @@
 """The files that make weightd a systemd service: where each one is installed, and how it is written or removed.
 
-The plan is derived from the contents of the source directories, so a new unit needs no change here. A file is written
-atomically, and only if it does not replace a file of the user.
+The plan is derived from the contents of the source directories, so a new unit file needs no change here. Each file is
+written atomically, and never replaces a file that the user has written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXAMPLES = Path("usr/local/share/doc/weightd/examples")
 CONFIGURATION = Path("/etc/weightd/weightd.toml")
 GATEWAY_CONFIGURATION = Path("/etc/weightd/gateway.toml")
 
-# The path of a program in an Exec line of a packaged unit.
+# The path of a program in an Exec line of a packaged unit. Installation replaces it by the path of this installation.
 _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])")
 
 _MARKER = "weightctl install-units"
@@ -38,28 +38,32 @@ _HINT = (
     "it, such as /opt/weightd, and run the weightctl of that one"
 )
 
-# The unit hides these directories (ProtectHome=, PrivateTmp=), and other users usually have no access to them.
+# Directories that the service cannot see, because the unit hides them (ProtectHome=, PrivateTmp=). Other users usually
+# cannot access them anyway.
 _HIDDEN_DIRECTORIES = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - nothing is written there
 
-# Excludes characters with a special meaning in unit files: blanks, quotes, % and $.
+# Matches paths without characters that have a special meaning in unit files: blanks, quotes, % and $.
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_/.,:@+=-]+")
 
 _TIMEOUT_S = 60.0
 
 
 class NoProgram(CommandError):
-    """No usable weightd was found; the text names the directories or the failure, and what to do."""
+    """No usable program weightd was found.
+
+    The error text gives the searched directories or the failure, and a remedy.
+    """
 
     status = exit_codes.UNAVAILABLE
     code = Unavailable.code
 
 
 class PlannedFile(NamedTuple):
-    """A file to install.
+    """A file that will be installed.
 
     Attributes:
-        path: the absolute path on the target system.
-        content: the whole content.
+        path: the absolute path of the file on the target system.
+        content: the content of the file.
     """
 
     path: Path
@@ -72,7 +76,7 @@ def find_weightd() -> Path:
     Raises:
         NoProgram: weightd is missing, or its path contains characters that unit files cannot express.
     """
-    # The directory of this weightctl comes first, because pip may install it elsewhere than the interpreter.
+    # The directory of the running weightctl comes first: pip may install programs elsewhere than the interpreter.
     directories = [
         Path(sys.argv[0]).absolute().parent,
         Path(sys.executable).parent,
@@ -89,10 +93,10 @@ def find_weightd() -> Path:
 
 
 def check_runs(weightd: Path) -> None:
-    """Check that `weightd --version` succeeds, so that a broken installation is found before units refer to it.
+    """Check that `weightd --version` succeeds, to detect a broken installation before units refer to it.
 
     Raises:
-        NoProgram: the program fails; the text has the last line of its error output.
+        NoProgram: the program fails. The error text contains the last line of its error output.
     """
     try:
         done = subprocess.run(
@@ -113,7 +117,7 @@ def check_runs(weightd: Path) -> None:
 
 
 def hidden_directory(program: Path) -> str:
-    """Return the directory that keeps the service from starting `program`; "" if the service can start it."""
+    """Return the directory that hides `program` from the service, such as /home; "" if no directory hides it."""
     for path in (str(program), os.path.realpath(str(program)), os.path.realpath(sys.executable), __file__):
         for directory in _HIDDEN_DIRECTORIES:
             if path.startswith(f"{directory}/"):
@@ -122,7 +126,7 @@ def hidden_directory(program: Path) -> str:
 
 
 def source(name: str) -> Path:
-    """Return the directory "systemd" or "manual": the packaged one beside this file, or the one of the repository."""
+    """Return the source directory "systemd" or "manual": the one in this package, or else the one in the repository."""
     packed = Path(__file__).with_name(name)
     return packed if packed.is_dir() else Path(__file__).resolve().parents[3] / name
 
@@ -131,9 +135,9 @@ def make_plan(units: Path, manual: Path, program: Path) -> List[PlannedFile]:
     """Return the files to install.
 
     Args:
-        units: the directory with the units, sysusers.d/, tmpfiles.d/ and examples/.
-        manual: the directory with man/, completions/ and examples/.
-        program: the weightd that the units start; weightctl is in the same directory.
+        units: the source directory with the unit files, sysusers.d/, tmpfiles.d/ and examples/.
+        manual: the source directory with man/, completions/ and examples/.
+        program: the path of the weightd that the units start. Its directory contains weightctl, too.
     """
     return [
         PlannedFile(Path("/") / target, add_notice(target, _with_program_path(program, path.read_bytes())))
@@ -160,7 +164,7 @@ def _manual(manual: Path) -> Iterator[Tuple[Path, Path]]:
 
 
 def _examples(directory: Path) -> Iterator[Tuple[Path, Path]]:
-    # Examples are installed where they have no effect.
+    # Examples are installed in a directory for documentation, where they have no effect.
     for path in (directory / "examples").glob("**/*"):
         if path.is_file():
             yield path, _EXAMPLES / path.relative_to(directory / "examples")
@@ -176,23 +180,26 @@ def _with_program_path(program: Path, content: bytes) -> bytes:
 
 
 def add_notice(target: Path, content: bytes) -> bytes:
-    """Return `content` below a comment that names install-units as the owner of the file."""
+    """Return `content` with a comment in front which says that install-units has written the file."""
     notice = f"Written by {_MARKER}, which overwrites changes"
     if target.suffix in _UNITS:
         notice += f": use a drop-in instead (systemctl edit {target.name})"
     if _EXAMPLES in target.parents:
-        notice = f"From the examples of {_MARKER}"  # this also holds for a copy of the file
+        notice = f"From the examples of {_MARKER}"  # this text also remains true in a copy of the file
     comment = '.\\"' if "man" in target.parts else "#"
     return f"{comment} {notice}.\n".encode() + content
 
 
 def is_ours(content: bytes) -> bool:
-    """Return whether a file starts with the comment of `add_notice`."""
+    """Return whether install-units has written a file: whether it begins with the comment of `add_notice`."""
     return _MARKER.encode() in content.partition(b"\n")[0]
 
 
 def units_to_enable(planned: Iterable[PlannedFile]) -> List[str]:
-    """Return the units to enable, sockets first: units with an [Install] section that are not templates."""
+    """Return the units that the user should enable, sockets first.
+
+    They have an [Install] section and are no templates.
+    """
     units = [
         each.path.name
         for each in planned
@@ -202,36 +209,36 @@ def units_to_enable(planned: Iterable[PlannedFile]) -> List[str]:
 
 
 class InstallError(CommandError):
-    """A file cannot be written; the text names it."""
+    """A file cannot be read, written or removed. The error text names the file."""
 
     status = exit_codes.CANNOT_WRITE
     code = Internal.code
 
 
 class WriteNotAllowed(InstallError):
-    """This user has no write permission; the text names the path."""
+    """This user may not write to a path. The error text names the path."""
 
     status = exit_codes.NO_PERMISSION
     code = PermissionDenied.code
 
 
 class FileState(Enum):
-    """The result for a file or, with `--dry-run`, the expected result."""
+    """Result of installing or removing a file; with `--dry-run`, the expected result."""
 
     NEW = "new"
     CHANGED = "changed"
     UNCHANGED = "unchanged"
     REMOVED = "removed"
     ABSENT = "absent"
-    # Not written by install-units: a file of the user, or a link such as systemctl mask creates.
+    # A file that install-units did not write: a file of the user, or a link that `systemctl mask` has created.
     FOREIGN = "kept"
 
 
 def compare(path: Path, content: bytes) -> FileState:
-    """Return what `install` would do.
+    """Return what `install` would do with the file at `path`.
 
     Raises:
-        InstallError: the current file cannot be read.
+        InstallError: the existing file cannot be read.
     """
     try:
         if path.is_symlink() or path.is_dir():
@@ -247,9 +254,9 @@ def compare(path: Path, content: bytes) -> FileState:
 
 
 def install(path: Path, content: bytes) -> FileState:
-    """Write `content` to `path` with read permission for everyone; keep a file that install-units did not write.
+    """Write `content` to `path`, readable by everyone. Keep an existing file that install-units did not write.
 
-    The file is replaced atomically: readers see either the old or the new content, even if the process is interrupted.
+    The file is replaced atomically: readers see either the old or the new content, even if this process is interrupted.
 
     Raises:
         InstallError: the file cannot be written.
@@ -265,7 +272,7 @@ def install(path: Path, content: bytes) -> FileState:
 
 
 def remove(path: Path, *, dry_run: bool) -> FileState:
-    """Remove a file; keep it if install-units did not write it.
+    """Remove the file at `path`. Keep a file that install-units did not write.
 
     Raises:
         InstallError: the file cannot be removed.
@@ -273,7 +280,7 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
     state = compare(path, b"")
     if state is FileState.NEW:
         return FileState.ABSENT
-    if state is not FileState.CHANGED:  # not written by install-units, or empty
+    if state is not FileState.CHANGED:  # the file was not written by install-units, or is empty
         return FileState.FOREIGN
     if not dry_run:
         unlink(path)
@@ -281,10 +288,10 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file or link.
+    """Remove a file or a link.
 
     Raises:
-        InstallError: it cannot be removed.
+        InstallError: the file or link cannot be removed.
     """
     try:
         path.unlink()
@@ -293,7 +300,7 @@ def unlink(path: Path) -> None:
 
 
 def install_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
-    """Install the planned files below `prefix`.
+    """Install the planned files below `prefix`. With `dry_run`, only find out what would be done.
 
     Yields:
         The state and path of each file.
@@ -307,7 +314,7 @@ def install_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bo
 
 
 def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
-    """Remove the planned files below `prefix`, and the links with which systemctl enabled the units.
+    """Remove the planned files below `prefix`, and the links with which systemctl has enabled the units.
 
     Yields:
         The state and path of each file that existed.
@@ -332,14 +339,14 @@ def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: boo
 
 
 def _enable_links(directory: Path, units: Collection[str]) -> Iterator[Path]:
-    """Yield the links to units, including template instances, in the .wants directories."""
+    """Yield the links to these units, or to instances of these templates, in the .wants directories."""
     for link in directory.glob("*.wants/*"):
         if link.is_symlink() and Path(os.readlink(str(link))).name in units:
             yield link
 
 
 def _prune(prefix: Path, directory: Path) -> None:
-    """Remove empty directories that belong only to weightd."""
+    """Remove directories of weightd that are now empty."""
     with contextlib.suppress(OSError):
         while "weightd" in directory.parts:
             (prefix / directory).rmdir()
@@ -350,7 +357,7 @@ def _make_directory(directory: Path) -> None:
     if not directory.is_dir():
         _make_directory(directory.parent)
         directory.mkdir()
-        directory.chmod(0o755)  # independent of the umask: services and `man` need access
+        directory.chmod(0o755)  # The mode must not depend on the umask: services and `man` need access
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""`weightctl predict`: arguments, sequence and output."""
+"""The command `weightctl predict`: its arguments, its sequence and its output."""
 
 from __future__ import annotations
 
@@ -198,12 +198,12 @@ def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping
 
 
 class OutputFormat:
-    """Formats outputs for printing.
+    """How outputs are printed: as text or as JSON.
 
     Args:
-        paths: the files of the outputs, by name; empty if they were not saved.
-        top: number of highest scores to show; None to show all values.
-        labels: names of the scores.
+        paths: the files to which outputs were saved, by output name; empty if they were not saved.
+        top: the number of highest scores to show of each vector; None to show the values of the outputs.
+        labels: the name of each score; None without names.
     """
 
     def __init__(self, paths: Mapping[str, str], top: Optional[int], labels: Labels) -> None:
@@ -212,7 +212,7 @@ class OutputFormat:
         self._labels = labels
 
     def lines(self, name: str, array: Any) -> Iterator[str]:
-        """Yield the lines for an output."""
+        """Yield the lines of text for one output."""
         heading = arrays.heading(name, array)
         path = self._paths.get(name)
         if path is not None:
@@ -226,7 +226,7 @@ class OutputFormat:
             yield arrays.as_text(name, array)
 
     def json(self, name: str, array: Any) -> Dict[str, Any]:
-        """Return an output for JSON."""
+        """Return the JSON form of one output."""
         replacement: Dict[str, Any] = {}
         if name in self._paths:
             replacement["file"] = self._paths[name]

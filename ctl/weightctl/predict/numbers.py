@@ -1,7 +1,8 @@
-"""Converts numbers in JSON and CSV to arrays for a model, with strict checks, and formats scores.
+"""Converts JSON and CSV text to arrays for a model, with strict checks, and formats scores.
 
-JSON is a list, either flat or nested like the shape; CSV is a table. The datatype is taken from the model's input. A
-number outside its range is an error: values are never rounded to another number or to infinity silently.
+JSON text contains a flat list or lists nested like the input's shape; CSV text contains a table. The model's input
+determines the datatype. A number that the datatype cannot represent is an error: no integer is silently rounded, and no
+float silently becomes infinite.
 
 The highest values of an output can be shown as scores, with names from a file.
 """
@@ -23,37 +24,37 @@ from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value
 
-# No double or int64 needs more characters; parsing a number of millions of digits takes minutes.
+# Maximum number of characters of a number. A double or int64 needs fewer, and parsing millions of digits takes minutes.
 _MAX_CHARACTERS = 64
 
-# Spelling in the outputs of `predict --json` and in protobuf's JSON mapping.
+# How NaN and infinities are written in JSON: as in the output of `predict --json` and in protobuf's JSON mapping.
 _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 Index = Tuple[int, ...]
 
-# An alias, because type checkers infer a list of unknown elements from isinstance(value, list).
+# An alias of `list`. With `isinstance(value, list)`, type checkers would infer a list of unknown elements.
 _LIST: Type[Any] = list
 
-# Maximum number of vectors to show; the remaining ones are only counted.
+# Maximum number of vectors whose scores are shown. Further vectors are only counted.
 _MAX_ROWS = 16
 
-# Maximum size of a file of labels.
+# Maximum size of a file with names of scores in bytes.
 _MAX_BYTES = 16 * 2**20
 
 Labels = Optional[Sequence[str]]
 
 
 class WrongNumbers(ValueError):
-    """The error for JSON or CSV text that is invalid or does not match an input of the model. It gives the position."""
+    """JSON or CSV text is invalid or does not match an input of the model. The error text gives the position."""
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON.
+    """Parse JSON text.
 
     Raises:
-        WrongNumbers: the text is not valid, or a number is out of range.
+        WrongNumbers: the text is not valid JSON, or a number is out of range.
     """
     try:
         return json.loads(text, parse_int=_parse_integer, parse_float=_parse_float, object_pairs_hook=_make_object)
@@ -66,10 +67,10 @@ def read_json(text: str) -> Any:
 
 
 class CsvTable:
-    """A parsed CSV text: rows of numbers of equal length; empty lines are skipped.
+    """A parsed CSV text: rows of numbers, all of the same length. Empty lines are skipped.
 
     Raises:
-        WrongNumbers: the text is not such a table.
+        WrongNumbers: the text is not a table of numbers.
     """
 
     def __init__(self, text: str) -> None:
@@ -84,20 +85,20 @@ class CsvTable:
                 self._lines.append(number)
 
     def position(self, index: Index) -> str:
-        """Return the line and column of the number at an index."""
+        """Return line and column of the number at `index`, for an error text."""
         return f"line {self._lines[index[0]]}, column {index[1] + 1}"
 
 
 def list_position(index: Index) -> str:
-    """Return the position of a number in nested lists."""
+    """Return the position of a number in nested lists as text, such as `[0][2]`."""
     return "".join(f"[{each}]" for each in index) or "the value"
 
 
 def array_of_lists(value: Any, signature: TensorSignature) -> Any:
-    """Return the array of a number, a flat list or nested lists.
+    """Return an array with the values of a number, a flat list or nested lists.
 
     Raises:
-        WrongNumbers: the value does not match the input.
+        WrongNumbers: the value does not match the input of the model.
     """
     shape = _shape(value)
     leaves: List[Any] = []
@@ -107,10 +108,12 @@ def array_of_lists(value: Any, signature: TensorSignature) -> Any:
 
 
 def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
-    """Return the array of a table; if the input does not have two dimensions, the numbers fill its shape in C order.
+    """Return an array with the numbers of a table.
+
+    If the input does not have two dimensions, the numbers fill the input's shape in C order.
 
     Raises:
-        WrongNumbers: the table does not match the input.
+        WrongNumbers: the table does not match the input of the model.
     """
     leaves = [cell for row in table.rows for cell in row]
     shape = len(table.rows), len(table.rows[0]) if table.rows else 0
@@ -118,7 +121,7 @@ def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
 
 
 def read_labels(path: str) -> List[str]:
-    """Return the labels in a file, one per line.
+    """Return the names of scores from a file, which has one name per line.
 
     Raises:
         BadInput: the file cannot be read.
@@ -133,15 +136,15 @@ def read_labels(path: str) -> List[str]:
 
 
 def are_scores(array: Any) -> bool:
-    """Return whether an output may be scores: floats in vectors of several numbers."""
+    """Return whether an output may consist of scores: floats whose last dimension is larger than 1."""
     return bool(array.dtype.kind == "f" and array.ndim and array.shape[-1] > 1)
 
 
 def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> None:
-    """Check that the number of labels matches an output.
+    """Check that the outputs have vectors with as many scores as there are names in the file.
 
     Raises:
-        BadInput: no output has as many scores.
+        BadInput: no output has vectors of this length.
     """
     sizes = sorted({array.shape[-1] for array in arrays if are_scores(array)})
     if len(labels) not in sizes:
@@ -150,13 +153,16 @@ def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> Non
 
 
 def top_scores(array: Any, k: int, labels: Labels) -> List[List[Dict[str, Any]]]:
-    """Return the highest scores of each vector in descending order; of equal scores, the first one comes first."""
+    """Return the `k` highest scores of each vector, in descending order.
+
+    Equal scores keep their order in the vector.
+    """
     named = labels if labels is not None and len(labels) == array.shape[-1] else None
     return [_highest(row, k, named) for row in array.reshape(-1, array.shape[-1])]
 
 
 def format_scores(array: Any, k: int, labels: Labels) -> Iterator[str]:
-    """Yield a line for each of the highest scores and, if there are several vectors, a heading for each vector."""
+    """Yield a line for each of the `k` highest scores. If there are several vectors, a heading precedes each vector."""
     rows = array.reshape(-1, array.shape[-1])
     shown = top_scores(rows[:_MAX_ROWS], k, labels)
     width = len(str(array.shape[-1] - 1))
@@ -204,7 +210,7 @@ def _parse_cell(cell: str, line: int, column: int) -> float:
 
 
 def _shape(value: Any) -> Index:
-    """Return the shape of nested lists, derived from the first element at each level."""
+    """Return the shape of nested lists. The first element of each level determines it."""
     shape: List[int] = []
     while isinstance(value, _LIST):
         if len(shape) == limits.MAX_RANK:
@@ -215,7 +221,10 @@ def _shape(value: Any) -> Index:
 
 
 def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
-    """Append the numbers in C order; all lists of a level must have the length of the first one."""
+    """Append the numbers of nested lists to `leaves` in C order.
+
+    Check that lists of the same level have equal lengths.
+    """
     if not shape:
         leaves.append(value)
         return
@@ -230,7 +239,7 @@ def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
 
 
 def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
-    """Return the shape of the input if the numbers are not written in its rank and fit it; None to keep their shape."""
+    """Return the shape of the input for numbers that are not nested like it; None to keep the numbers' own shape."""
     declared = signature.shape
     if declared is None or len(declared) == rank:
         return None
@@ -270,7 +279,7 @@ def _make_array(
 
 
 class _Unfit(ValueError):
-    """A value cannot be converted; the text says what was expected."""
+    """A value cannot be converted. The error text says what was expected."""
 
 
 def _to_float(value: Any, dtype: Any) -> float:
@@ -279,7 +288,7 @@ def _to_float(value: Any, dtype: Any) -> float:
         value = _NOT_FINITE.get(value, value)
     if type(value) not in (int, float):
         raise _Unfit("a number")
-    # NaN passes this check, and infinities are allowed if they are written as such.
+    # This check lets NaN pass. Infinities are allowed only if they are written as such.
     if abs(value) > maximum and value not in (float("inf"), float("-inf")):
         raise _Unfit(f"at most {maximum:g}")
     return float(value)
@@ -304,7 +313,7 @@ _CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bo
 
 
 def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
-    # NaN sorts after all numbers.
+    # `argsort` puts NaN after all numbers.
     found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:k]]
     named = [{"label": labels[index]} if labels is not None else {} for index in found]
     return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]

@@ -1,6 +1,6 @@
-"""Reads the files of `--input`, including pictures, and assigns them to the inputs of the model.
+"""Reads the files of `--input`, including pictures, and assigns their arrays to the inputs of the model.
 
-Pictures require Pillow. They are converted to the size and layout of the input.
+Reading pictures requires Pillow. A picture is converted to the size and layout of the input.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ from weightctl.text import clean
 from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 
-# First bytes of supported picture formats. Pillow's other formats are rare, and their decoders are often old code.
+# First bytes of files in the supported picture formats, except WebP. Other formats of Pillow are rare, and their
+# decoders are often old code.
 _MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
-# Decoding 64 megapixels takes 256 MB; larger pictures are not plausible inputs of a model.
+# Maximum number of pixels of a picture. Decoding 64 megapixels takes 256 MB; no model is likely to take larger
+# pictures.
 _MAX_PIXELS = 64 * 10**6
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
-# Parsed text takes thirty times as much memory.
+# Maximum size of a JSON or CSV text in bytes. The parsed text takes thirty times as much memory.
 _MAX_TEXT_BYTES = 64 * 2**20
 _START_BYTES = 16
 
-# An alias, because type checkers infer a map of unknown elements from isinstance(value, dict).
+# An alias of `dict`. With `isinstance(value, dict)`, type checkers would infer a map of unknown elements.
 _MAP: Type[Any] = dict
 
-# First characters of a number.
+# Characters with which a number, and so a CSV text on stdin, can begin.
 _NUMBER_STARTS = tuple(bytes([each]) for each in b"+-.0123456789")
 
 Arrays = Iterator[Tuple[str, Any]]
 
 
 class WrongImage(ValueError):
-    """The picture or the input has an unexpected form."""
+    """A picture cannot be used, or the input does not accept pictures."""
 
 
 class Pixels(NamedTuple):
-    """Normalization of pixel values from 0 to 255: (value * scale - mean) / std.
+    """How pixel values from 0 to 255 are normalized: (value * scale - mean) / std. UINT8 inputs are not normalized.
 
     Attributes:
-        scale: None for 1/255 if the input takes floats; UINT8 inputs are not scaled.
-        mean: one value for all channels, or one for each.
-        std: likewise.
+        scale: the factor for all values; None for 1/255.
+        mean: one value for all channels, or one value per channel; empty for 0.
+        std: one value for all channels, or one value per channel; empty for 1.
     """
 
     scale: Optional[float] = None
@@ -61,12 +63,12 @@ class Pixels(NamedTuple):
 
 
 class ImageLayout(NamedTuple):
-    """The layout of a picture in an input.
+    """How an input represents a picture.
 
     Attributes:
-        channels: number of channels.
-        size: width and height; None where the dimension is free.
-        is_channels_last: whether the channels are the last dimension.
+        channels: the number of channels.
+        size: width and height in pixels; None for a dimension that each request chooses.
+        is_channels_last: whether the last dimension holds the channels.
         has_batch: whether the first dimension is the number of pictures.
     """
 
@@ -77,15 +79,17 @@ class ImageLayout(NamedTuple):
 
 
 def is_image(start: bytes) -> bool:
-    """Return whether these first bytes of a file belong to a picture."""
+    """Return whether a file that starts with these bytes is a picture in a supported format."""
     return start.startswith(_MAGIC) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
 def parse_layout(signature: TensorSignature) -> ImageLayout:
-    """Return the layout of an input: [N, C, H, W] or [N, H, W, C] with C 1, 3 or 4, or the same without N.
+    """Return how an input represents a picture.
+
+    The input's shape must be [N, C, H, W] or [N, H, W, C], with C = 1, 3 or 4, or such a shape without N.
 
     Raises:
-        WrongImage: the input has another shape, or the shape is ambiguous.
+        WrongImage: the input has another shape, or the shape matches both layouts.
     """
     shape: Tuple[int, ...] = signature.shape or ()
     has_batch = len(shape) == 4
@@ -100,7 +104,7 @@ def parse_layout(signature: TensorSignature) -> ImageLayout:
 
 
 def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
-    """Read a picture and convert it for an input.
+    """Read a picture and convert it to an array for an input.
 
     Raises:
         WrongImage: the picture cannot be read, or the input does not accept pictures.
@@ -125,7 +129,7 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
 
 
 class AmbiguousInput(CommandError):
-    """The command line does not make clear which input is meant."""
+    """The command line does not say to which input of the model a file belongs."""
 
     status = exit_codes.USAGE
 
@@ -134,9 +138,9 @@ class InputArgument(NamedTuple):
     """A parsed `--input` argument.
 
     Attributes:
-        name: the name of the input; "" if not given.
+        name: the name of the input; "" if the argument gives no name.
         path: the path of the file; "-" for stdin.
-        array: the name of the array in an .npz file; "" for the input's name.
+        array: the name of the array in an .npz file; "" if it is the name of the input.
     """
 
     name: str
@@ -145,12 +149,12 @@ class InputArgument(NamedTuple):
 
     @property
     def display_name(self) -> str:
-        """The name of the file in messages."""
+        """The name of the file in error messages."""
         return "stdin" if self.path == arrays.STDIN else self.path
 
 
 def parse_input_argument(argument: str) -> InputArgument:
-    """Parse an `--input` argument.
+    """Parse an `--input` argument: FILE, NAME=FILE or NAME=FILE.npz:ARRAY.
 
     Raises:
         argparse.ArgumentTypeError: the argument is invalid.
@@ -165,12 +169,12 @@ def parse_input_argument(argument: str) -> InputArgument:
 
 
 class ArgumentReader:
-    """Reads the files of `--input` arguments.
+    """Reads the files of `--input` arguments and assigns their arrays to inputs of the model.
 
     Args:
         model: the model's name.
-        fetch_inputs: returns the inputs in the model's signature; called only if they are needed.
-        pixels: normalization of pictures.
+        fetch_inputs: returns the inputs in the model's signature. It is called only if the signature is needed.
+        pixels: how pixel values of pictures are normalized.
     """
 
     def __init__(self, model: str, fetch_inputs: Callable[[], Sequence[TensorSignature]], pixels: Pixels) -> None:
@@ -181,17 +185,17 @@ class ArgumentReader:
 
     @property
     def inputs(self) -> Sequence[TensorSignature]:
-        """The inputs in the model's signature."""
+        """The inputs in the model's signature, fetched at the first access."""
         if self._inputs is None:
             self._inputs = self._fetch_inputs()
         return self._inputs
 
     def read(self, argument: InputArgument) -> Arrays:
-        """Yield the names and arrays of inputs.
+        """Read the file of an argument. Yield the name of an input and the array for it, once per input in the file.
 
         Raises:
-            BadInput: the file cannot be used.
-            AmbiguousInput: it is unclear which input is meant.
+            BadInput: the file cannot be used as input.
+            AmbiguousInput: the argument does not make clear to which input the file belongs.
         """
         with arrays.open_input(argument.path) as file:
             try:
@@ -259,19 +263,20 @@ def _fixed_dim(dim: int) -> Optional[int]:
 
 
 def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
-    """Return the pixels of a picture as an array of bytes with the dimensions height, width and channels."""
+    """Return the pixels of a picture as an array of bytes. Its dimensions are height, width and channels."""
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - only needed for pictures
     except ImportError:
         raise WrongImage("cannot read images: Pillow is not installed: pip install './weightd[images]'") from None
     try:
-        # Pillow warns about transparency, which is irrelevant here, and about large sizes, which are checked below.
+        # Ignore Pillow's warnings about transparency, which does not matter here, and about large pictures, which
+        # `_check_size` rejects.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(file, formats=_FORMATS) as image:
                 _check_size("an image", image.width, image.height)
                 if image.mode.startswith(("I", "F")):
-                    # Pillow would clip all higher values to 255.
+                    # Pillow would convert all values above 255 to 255.
                     raise WrongImage(
                         f"expected an image with 8 bits per channel, got mode {image.mode}; use .npy for other data"
                     )

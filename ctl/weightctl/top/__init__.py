@@ -1,1 +1,1 @@
-"""`weightctl top`: a live view of models, processes and tenants; without a terminal, the tables are printed once."""
+"""The command `weightctl top`: a live view of models, processes and tenants. Without a terminal it prints tables."""

@@ -1,4 +1,4 @@
-"""`weightctl top`: arguments, and the choice between the live screen and printed tables."""
+"""The command `weightctl top`: its arguments, and the choice between the live screen and printed tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightctl.top.screen import KEYS, render_text
 from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
 from weightd_common.dashboard.overview import Overview, to_json_values
 
-# Width without a terminal, so that no column is left out.
+# Width of printed tables in characters if there is no terminal, so large that no column is left out.
 _WIDTH = 200
 
 _DESCRIPTION = """\
@@ -88,7 +88,7 @@ def _poll(poller: Poller) -> Overview:
 
 
 def _has_screen() -> bool:
-    """Return whether stdin and stdout are a terminal with the required capabilities."""
+    """Return whether stdin and stdout are a terminal on which the live screen can run."""
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         return False
     try:
@@ -103,7 +103,10 @@ def _has_screen() -> bool:
 
 
 def _print_tables(poller: Poller, options: argparse.Namespace) -> None:
-    """Print tables or JSON objects. Rates need two polls, so the first output appears after one delay."""
+    """Print the tables, or JSON objects, once or repeatedly.
+
+    Rates are computed from two polls, so the first output appears after one delay.
+    """
     remaining: Optional[int] = 1 if options.count is None else options.count or None
     is_first = True
     while remaining is None or remaining > 0:

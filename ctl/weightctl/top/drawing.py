@@ -1,4 +1,4 @@
-"""Styled lines of text, with sparklines and bars."""
+"""Lines of text with styles, sparklines (small charts of characters), and bars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightctl.text import clean
 
 
 class Style(enum.Enum):
-    """The meaning of a piece of text, which determines its colour."""
+    """The meaning of a piece of text. It determines the colour of the text."""
 
     TEXT = "text"
     STRONG = "strong"
@@ -29,7 +29,7 @@ Span = Tuple[str, Style]
 
 
 class StyledLine(NamedTuple):
-    """A line of styled spans; `is_selected` marks the line with the cursor."""
+    """A line of text spans, each with a style. `is_selected` is True for the row on which the cursor is."""
 
     spans: Sequence[Span]
     is_selected: bool = False
@@ -41,12 +41,12 @@ class StyledLine(NamedTuple):
 
 
 def text_line(text: str = "", style: Style = Style.TEXT) -> StyledLine:
-    """Return a line with one span."""
+    """Return a line that consists of one span."""
     return StyledLine([(text, style)])
 
 
 def truncate(line: StyledLine, width: int) -> StyledLine:
-    """Return the part of a line that fits the width."""
+    """Return the beginning of a line, at most `width` characters."""
     spans: List[Span] = []
     for text, style in line.spans:
         spans.append((text[: max(0, width)], style))
@@ -65,14 +65,14 @@ def _is_narrow(character: str) -> bool:
 
 
 class Glyphs(NamedTuple):
-    """The characters for sparklines and bars.
+    """The characters with which sparklines and bars are drawn.
 
     Attributes:
-        spark: characters in ascending height; the first one means zero.
-        copy: the shared copy of the weights.
-        beside: private memory of workers.
-        other: other memory.
-        plain: memory that processes without sharing would take.
+        spark: the characters of a sparkline, in ascending height. The first one shows zero.
+        copy: the character for the shared copy of the weights.
+        beside: the character for private memory of workers.
+        other: the character for all other memory.
+        plain: the character for the memory that processes would need if they shared nothing.
     """
 
     spark: str
@@ -82,7 +82,7 @@ class Glyphs(NamedTuple):
     plain: str
 
 
-# A segment of a bar: size, character and style.
+# A segment of a bar: its size, its character and its style.
 Segment = Tuple[int, str, Style]
 
 
@@ -93,7 +93,7 @@ ASCII = Glyphs(" .:-=+*#@", "#", "+", "-", ".")
 
 
 def glyphs(encoding: Optional[str]) -> Glyphs:
-    """Return the glyphs that the encoding supports."""
+    """Return the characters for sparklines and bars that the encoding can represent."""
     try:
         "".join(BLOCKS).encode(encoding or "ascii")
     except (UnicodeError, LookupError):
@@ -102,9 +102,9 @@ def glyphs(encoding: Optional[str]) -> Glyphs:
 
 
 def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
-    """Return a sparkline of the last `width` values, scaled to the largest one; unknown values are blank.
+    """Return a sparkline of the last `width` values. The largest value has full height; unknown values are blank.
 
-    Values above zero are always visible.
+    Every value above zero is visible.
     """
     last = values[-width:] if width > 0 else ()
     maximum = max((each for each in last if each is not None), default=0.0)
@@ -114,12 +114,12 @@ def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
 
 
 def bar(segments: Sequence[Segment], total: int, width: int) -> List[Span]:
-    """Return the segments of a bar, with rounding such that their total width is accurate, too.
+    """Return the segments of a bar as spans. They are rounded so that their total width is right, too.
 
     Args:
-        segments: sizes, characters and styles.
-        total: the size of the whole width.
-        width: width of the bar in columns.
+        segments: size, character and style of each segment.
+        total: the size that the full width of the bar represents.
+        width: the width of the bar in columns.
     """
     spans: List[Span] = []
     size, drawn = 0, 0

@@ -1,4 +1,4 @@
-"""Polls the daemon in a separate thread, so that keys work even if the daemon hangs."""
+"""Polls the daemon in a separate thread, so that the screen reacts to keys even if the daemon does not respond."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from weightd_common.dashboard.history import History
 from weightd_common.dashboard.overview import Overview
 from weightd_protocol.errors import RequestError, WeightdError
 
-# Timeouts. The daemon returns metrics immediately unless it hangs. A status takes longer with more processes.
+# Seconds until a poll fails. The daemon replies to a query for metrics at once, unless it hangs. A status takes longer
+# if there are many processes.
 METRICS_TIMEOUT_S = 5.0
 _STATUS_TIMEOUT_S = 30.0
 
 
 class PollResult(NamedTuple):
-    """The result of a poll.
+    """The result of a poll: an overview or an error.
 
     Attributes:
-        overview: the new overview; None after an error.
-        polled_at: when the poll ended, by the monotonic clock.
-        error: why there is no overview; "" if there is one.
+        overview: the overview after the poll; None if the poll failed.
+        polled_at: when the poll ended, in seconds of the monotonic clock.
+        error: the reason why the poll failed; "" if it succeeded.
     """
 
     overview: Optional[Overview]
@@ -32,10 +33,10 @@ class PollResult(NamedTuple):
 
 
 class Poller:
-    """Builds overviews from the daemon's responses.
+    """Polls the daemon, and builds an overview from its responses.
 
     Args:
-        client: a client that nothing else uses.
+        client: the client for the polls. Nothing else may use it.
     """
 
     def __init__(self, client: Client) -> None:
@@ -43,10 +44,10 @@ class Poller:
         self._history = History()
 
     def poll(self) -> Overview:
-        """Poll the daemon once.
+        """Poll the daemon once and return the overview.
 
         Raises:
-            WeightdError: the daemon did not respond, or responded with an error.
+            WeightdError: the daemon does not respond, or responds with an error.
         """
         self._history.on_metrics(self._client.metrics(timeout=min(METRICS_TIMEOUT_S, self._client.timeout)))
         if self._history.should_request_status(time.monotonic()):
@@ -55,12 +56,12 @@ class Poller:
 
 
 class PollThread:
-    """A thread that polls until the end of the block.
+    """Thread that polls the daemon until the end of the `with` block.
 
     Args:
-        poller: the poller.
+        poller: polls the daemon and builds overviews.
         delay_s: seconds between two polls.
-        on_result: receives each result, in this thread.
+        on_result: a function that is called in this thread with the result of each poll.
     """
 
     def __init__(self, poller: Poller, delay_s: float, on_result: Callable[[PollResult], None]) -> None:
@@ -69,7 +70,7 @@ class PollThread:
         self._on_result = on_result
         self._wake = threading.Event()
         self._is_stopping = False
-        # As a daemon thread, a poll that hangs does not delay the exit.
+        # A daemon thread, so that a poll without response does not delay the exit of the program.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> PollThread:
@@ -81,7 +82,7 @@ class PollThread:
         self._wake.set()
 
     def poll_now(self, delay_s: float) -> None:
-        """Poll now, and set the delay between polls."""
+        """Start a poll at once, and set the seconds between later polls."""
         self._delay_s = delay_s
         self._wake.set()
 

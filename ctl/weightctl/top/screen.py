@@ -1,4 +1,4 @@
-"""Renders an overview as screen lines: title, sparklines, memory bars, a table and a footer."""
+"""Converts an overview to the lines of the screen: title, sparklines, memory bars, a table and a footer."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ _LABEL_WIDTH = 9
 _MIN_SPARK_WIDTH = 8
 _MAX_SPARK_WIDTH = 60
 
-# Maximum widths of columns for names, and of other columns such as states.
+# Maximum width of the column with names, and of all other columns, such as states, in characters.
 _MAX_NAME_WIDTH = 32
 _MAX_TEXT_WIDTH = 18
 
 
 class PollStatus(NamedTuple):
-    """The state of polling.
+    """The state of the polls, for the title line.
 
     Attributes:
         delay_s: seconds between two polls.
-        age_s: seconds since the last response.
-        error: why there was no response since; "" without an error.
+        age_s: seconds since the last successful poll.
+        error: why polls have failed since then; "" if none has failed.
     """
 
     delay_s: float
@@ -64,14 +64,14 @@ class PollStatus(NamedTuple):
 
 
 class ScreenSize(NamedTuple):
-    """The size of the screen in characters."""
+    """Height and width of the screen in characters."""
 
     height: int
     width: int
 
 
 def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSize, glyphs: Glyphs) -> List[StyledLine]:
-    """Return the lines of the screen, cut to its size."""
+    """Return the lines of the screen for an overview. They are cut to the size of the screen."""
     spark_width = max(_MIN_SPARK_WIDTH, min(_MAX_SPARK_WIDTH, size.width - _LABEL_WIDTH - 40))
     head = [_title(overview, poll_status, size.width), *_summary(overview, spark_width, glyphs), text_line()]
     if view.has_help:
@@ -95,7 +95,7 @@ def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSi
 
 
 def render_text(overview: Overview, width: int) -> List[str]:
-    """Return all tables as text without sparklines and bars, cut to the width."""
+    """Return all tables as lines of text, cut to the width. Sparklines and bars are left out."""
     lines = [_title(overview, None, width), *_summary(overview, 0, ASCII)]
     for each in TABLES:
         rows = sorted(each.rows(overview), key=each.sort_keys["N"])
@@ -108,7 +108,7 @@ def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) ->
     daemon = overview.metrics
     left = f"weightd {narrow(daemon.version)}: {narrow(daemon.state)}, up {duration(daemon.uptime_s)}"
     right, style = ("", Style.WEAK) if poll_status is None else _poll_status_span(poll_status)
-    # An error takes precedence over the title.
+    # If the width is too small, cut the title rather than an error.
     left = left[: max(0, width - len(right) - 1)]
     gap = max(1, width - len(left) - len(right))
     return StyledLine([(left, Style.STRONG), (" " * gap if right else "", Style.TEXT), (right, style)])
@@ -123,7 +123,7 @@ def _poll_status_span(poll_status: PollStatus) -> Span:
 
 
 def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
-    """Yield sparklines of requests and latency, and memory bars, each `spark_width` columns wide."""
+    """Yield lines with sparklines of requests and latency, and with memory bars, each `spark_width` columns wide."""
     pace = overview.throughput
     rate = "-" if pace.rate is None else f"{pace.rate:,.1f}"
     yield _labelled_line("requests", spark([each.rate for each in pace.rate_points], spark_width, glyphs), Style.COPY,
@@ -170,7 +170,10 @@ def _bar(label: str, segments: Sequence[Segment], total: int, width: int, text: 
 
 
 def table(table: ScreenTable[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) -> List[StyledLine]:
-    """Return the heading and a line for each row, without the least important columns if the width is too small."""
+    """Return the lines of a table: a heading, and one line per row.
+
+    If the width is too small, drop the columns of lowest priority.
+    """
     columns = [*table.columns]
     while len(columns) > 1 and _table_width(columns, rows) > width:
         columns.remove(min(columns, key=lambda each: each.priority))

@@ -1,4 +1,4 @@
-"""The tables of weightctl top (models, processes, tenants), and the view: table, order, filter and selection."""
+"""The tables of `weightctl top` (models, processes, tenants), and the view: table, order, filter and selection."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class ScreenColumn(Generic[R]):
     """A column of a table.
 
     Attributes:
-        heading: the heading.
-        text: returns the text of a cell.
-        priority: columns with the lowest priority are left out first if the width is too small.
+        heading: the text above the column.
+        text: a function that returns the text of the cell in a row.
+        priority: the importance of the column. If the width is too small, the columns with the lowest priority are left
+            out.
         is_left: whether the column is left-aligned.
-        style: returns the style of a cell.
+        style: a function that returns the style of the cell in a row.
     """
 
     heading: str
@@ -40,16 +41,17 @@ class ScreenColumn(Generic[R]):
 
 @dataclass(frozen=True)
 class ScreenTable(Generic[R]):
-    """A table.
+    """A table of `weightctl top`.
 
     Attributes:
         title: the name of the table.
-        rows: returns the rows from an overview.
-        key: returns the name that identifies a row across overviews.
-        columns: the columns, the name first.
-        sort_keys: functions that return sort keys, by the letter of `ORDERS`.
-        spark: returns the values of a row's sparkline, which is shown if the width suffices; None for no sparkline.
-        model: returns the name of a row's model; "" if it has none.
+        rows: a function that returns the rows of the table from an overview.
+        key: a function that returns the name of a row, which identifies the row in later overviews.
+        columns: the columns. The first one has the names.
+        sort_keys: for each letter of `ORDERS`, a function that returns the value by which a row is sorted.
+        spark: a function that returns the values of a row's sparkline, which is shown if the width suffices; None if
+            the table has no sparklines.
+        model: a function that returns the name of a row's model; "" if it has none.
     """
 
     title: str
@@ -61,7 +63,8 @@ class ScreenTable(Generic[R]):
     model: Callable[[R], str] = field(default=lambda _: "")
 
 
-# Sort orders by key: names ascending, everything else descending.
+# Sort orders of a table, by the key that selects them. Names are sorted in ascending order, all other values in
+# descending order.
 ORDERS = {"N": "name", "R": "requests/s", "Q": "queue", "L": "latency", "M": "memory"}
 
 
@@ -84,7 +87,7 @@ def _state(row: ModelRow) -> Style:
 
 
 def _progress(row: ModelRow) -> str:
-    """Return the state, with progress while the model loads: "attaching 3/8"."""
+    """Return the state of a model. While it loads, the text includes the progress, such as "attaching 3/8"."""
     state, progress = row.metrics.state, row.progress
     return narrow(progress if state != "serving" and progress.startswith(state) else state)
 
@@ -94,7 +97,7 @@ def _process_state(row: ProcessRow) -> Style:
 
 
 def _short(row: ProcessRow) -> str:
-    """Return the process name without the model's name, which is in the column beside it."""
+    """Return a process's name without the name of its model, because the column beside it shows the model."""
     prefix = f"{row.model}."
     return narrow(row.status.name[len(prefix) :] if row.status.name.startswith(prefix) else row.status.name)
 
@@ -193,7 +196,7 @@ TENANTS: ScreenTable[TenantRow] = ScreenTable(
 TABLES: Sequence[ScreenTable[Any]] = (MODELS, PROCESSES, TENANTS)
 
 
-# Maximum length of a filter, so that it fits on a line.
+# Maximum length of a filter in characters. A filter must fit on one line.
 _MAX_FILTER_LENGTH = 40
 
 
@@ -201,7 +204,7 @@ MIN_DELAY_S, MAX_DELAY_S = 0.2, 3600.0
 
 
 class KeyAction(enum.Enum):
-    """An action that a key requests from the screen's event loop."""
+    """An action that a key requires of the screen's event loop."""
 
     QUIT = "quit"
     POLL = "ask"
@@ -220,27 +223,29 @@ _KEY_ACTIONS: Dict[str, KeyAction] = {
 
 
 def slower(delay_s: float) -> float:
-    """Return the next longer delay."""
+    """Return the next longer delay between polls."""
     return min(2 * delay_s, MAX_DELAY_S)
 
 
 def faster(delay_s: float) -> float:
-    """Return the next shorter delay."""
+    """Return the next shorter delay between polls."""
     return max(delay_s / 2, MIN_DELAY_S)
 
 
 class View:
-    """The state of the view. Keys are characters, and names such as "up", "tab", "enter", "escape", "page down".
+    """The state of the view, which the user changes by keys.
+
+    A key is a character, or a name such as "up", "tab", "enter", "escape" or "page down".
 
     Attributes:
-        table: the current table.
-        order: the sort order, a letter of `ORDERS`.
-        is_reversed: whether the order is reversed.
-        filter: only rows with this text in their names are shown.
-        is_typing: whether keys edit the filter.
-        has_help: whether the help is shown instead of the table.
-        model: only processes of this model are shown; "" for all.
-        top: index of the first visible row.
+        table: the table that is shown.
+        order: the sort order: a letter of `ORDERS`.
+        is_reversed: whether the sort order is reversed.
+        filter: a text. Only rows whose names contain this text are shown.
+        is_typing: whether the user is typing the filter.
+        has_help: whether the help text is shown instead of the table.
+        model: the model whose processes are shown; "" for the processes of all models.
+        top: the index of the first visible row.
     """
 
     def __init__(self) -> None:
@@ -256,7 +261,7 @@ class View:
         self._selected: Dict[str, str] = {}
 
     def rows(self, overview: Overview) -> List[Any]:
-        """Return the rows to show, in order."""
+        """Return the rows of the table that pass the filter, in the sort order."""
         needle = self.filter.lower()
         rows = [
             row for row in self.table.rows(overview)
@@ -269,7 +274,7 @@ class View:
         return rows
 
     def scroll_to_selected(self, rows: List[Any], height: int) -> int:
-        """Scroll so that the selected row is visible; return its index, or 0 if the row no longer exists."""
+        """Scroll so that the selected row is visible. Return its index, or 0 if the row does not exist any more."""
         keys = [self.table.key(row) for row in rows]
         selected = self._selected.get(self.table.title)
         index = keys.index(selected) if selected in keys else 0
@@ -279,7 +284,7 @@ class View:
         return index
 
     def on_key(self, key: str, overview: Overview) -> Optional[KeyAction]:
-        """Handle a key; return the action that it requests, if any."""
+        """Change the view as `key` requires. Return what the screen's event loop must do, or None for nothing."""
         if self.is_typing:
             self._on_filter_key(key)
         elif self.has_help:
@@ -296,7 +301,7 @@ class View:
         return None
 
     def _on_view_key(self, key: str, overview: Overview) -> None:
-        """Handle a key that changes the table, the filter or the help."""
+        """Handle a key that changes the table, the filter or the help text."""
         if key in ("h", "?"):
             self.has_help = True
         elif key == "/":
@@ -314,7 +319,7 @@ class View:
         self.table, self.model, self.top = table, model, 0
 
     def _toggle_processes(self, overview: Overview) -> None:
-        """Switch from the selected model to its processes, or back."""
+        """Switch from the table of models to the processes of the selected model, or back."""
         rows = self.rows(overview)
         if self.table is MODELS and rows:
             self.filter, row = "", rows[self.scroll_to_selected(rows, self._page_height)]
@@ -346,7 +351,7 @@ class View:
             self._selected[self.table.title] = self.table.key(rows[max(0, min(index, last))])
 
 
-# Number of rows, or pages, for each key. _FAR exceeds the number of rows.
+# By how many rows, or pages, each key moves the selection. `_FAR` exceeds the number of rows of any table.
 _FAR = 1 << 30
 
 

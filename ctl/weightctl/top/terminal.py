@@ -1,4 +1,4 @@
-"""The live screen on a terminal, with curses: reads keys and draws lines."""
+"""The live screen on a terminal: reads keys and draws lines, with curses."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from weightctl.top.screen import PollStatus, ScreenSize, draw
 from weightctl.top.tables import KeyAction, View, faster, slower
 from weightd_common.dashboard.overview import Overview
 
-# The screen is redrawn at least this often, because it shows the age of the last response in seconds.
+# Maximum number of seconds between two redraws. The screen shows the age of the last response in seconds.
 _TICK_S = 1.0
 
-# Maximum time between the characters of one key's escape sequence; after it, Esc counts as a key by itself.
+# Milliseconds for which curses waits after Esc for more characters of an escape sequence. Without them, the user has
+# pressed Esc.
 _ESCAPE_MS = 50
 
-# Names of keys by curses code, and by the character that the terminal sends.
+# Names of keys, by their curses code, and by the character that the terminal sends.
 _KEYS: Dict[int, str] = {
     curses.KEY_UP: "up", curses.KEY_DOWN: "down", curses.KEY_PPAGE: "page up", curses.KEY_NPAGE: "page down",
     curses.KEY_HOME: "home", curses.KEY_END: "end", curses.KEY_ENTER: "enter", curses.KEY_BACKSPACE: "backspace",
@@ -39,17 +40,17 @@ _COLOURS = {
 
 
 def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
-    """Show the live screen until the user quits, or for a number of updates.
+    """Show the live screen until the user quits, or until a number of updates is reached.
 
     Args:
-        poller: provides further overviews.
-        first: the first overview.
+        poller: polls the daemon for later overviews.
+        first: the overview that is shown first.
         delay_s: seconds between two polls.
-        max_updates: number of updates; None: unlimited.
+        max_updates: the number of updates after which the screen ends; None for no limit.
     """
-    with contextlib.suppress(locale.Error):  # the configured locale may not exist on this host
+    with contextlib.suppress(locale.Error):  # the user's locale may not exist on this host
         locale.setlocale(locale.LC_ALL, "")
-    # By default, curses waits for a second after Esc.
+    # By default, curses waits for a second after Esc before it reports the key.
     os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
     with _wakeup_socket() as (wake, woken):
         screen = Screen(first, delay_s, max_updates)
@@ -63,7 +64,7 @@ def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[
 
 
 def _run_curses(run: Callable[[curses.window], None]) -> None:
-    """Run a function in curses. Ctrl-C is ignored while curses restores the terminal, so that this always completes."""
+    """Run a function with curses. Ctrl-C is ignored while curses restores the terminal, so that it always finishes."""
     before = signal.getsignal(signal.SIGINT)
 
     def run_and_end(window: curses.window) -> None:
@@ -80,7 +81,10 @@ def _run_curses(run: Callable[[curses.window], None]) -> None:
 
 @contextlib.contextmanager
 def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
-    """Provide a function and a socket, which becomes readable when the function is called or the terminal resized."""
+    """Within the block, provide a function and a socket for waking a thread that polls the socket.
+
+    The socket becomes readable when the function is called, when a signal arrives, or when the terminal is resized.
+    """
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
@@ -88,7 +92,8 @@ def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def wake() -> None:
-        with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: the screen has ended
+        # The socket is full, so a wake-up is pending already; or it is closed, because the screen has ended
+        with contextlib.suppress(OSError):
             writer.send(b"!")
 
     try:
@@ -101,19 +106,19 @@ def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing; the wake-up socket only works for signals that have a handler."""
+    """Do nothing. Python writes to the wake-up socket only for signals that have a handler."""
 
 
 class Screen:
     """The live screen: its state and its event loop.
 
     Args:
-        first: the first overview.
+        first: the overview that is shown first.
         delay_s: seconds between two polls.
-        max_updates: number of updates; None: unlimited.
+        max_updates: the number of updates after which the screen ends; None for no limit.
 
     Attributes:
-        results: poll results from the polling thread.
+        results: a queue of poll results, filled by the polling thread.
     """
 
     def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
@@ -126,7 +131,7 @@ class Screen:
         self._glyphs = glyphs(self._encoding)
 
     def run(self, window: curses.window, wakeup: socket.socket, poll_now: Callable[[float], None]) -> None:
-        """Run until the screen ends. `poll_now` requests a poll and sets the delay between polls."""
+        """Run the event loop until the screen ends. `poll_now` starts a poll and sets the seconds between polls."""
         styles = _make_styles()
         window.nodelay(True)
         window.keypad(True)
@@ -144,7 +149,7 @@ class Screen:
                 return
 
     def _take_results(self) -> None:
-        """Apply the poll results that have arrived."""
+        """Take the poll results from the queue, and show the last overview or error."""
         while not self.results.empty():
             found = self.results.get()
             self._error = found.error
@@ -154,7 +159,7 @@ class Screen:
                 self._updates_left = max(0, self._updates_left - 1)
 
     def _handle_keys(self, keys: Iterable[str], poll_now: Callable[[float], None]) -> bool:
-        """Handle keys; return False if the screen should end."""
+        """Handle the keys that were pressed. Return False if the screen must end."""
         for key in keys:
             action = self._view.on_key(key, self._overview)
             if action is KeyAction.QUIT:
@@ -170,7 +175,7 @@ class Screen:
     def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
         height, width = _fit_window(window)
         poll_status = PollStatus(self._delay_s, time.monotonic() - self._polled_at, self._error)
-        # Without the last column, because curses cannot write the last cell of the screen without scrolling.
+        # Leave the last column empty: curses scrolls when it writes to the last cell of the screen.
         lines = draw(self._overview, self._view, poll_status, ScreenSize(height, width - 1), self._glyphs)
         window.erase()
         for row, line in enumerate(lines):
@@ -178,7 +183,7 @@ class Screen:
         window.refresh()
 
     def _encodable(self, line: StyledLine) -> StyledLine:
-        """Replace characters that the terminal's encoding lacks."""
+        """Return the line with characters replaced that the terminal's encoding cannot represent."""
         if self._glyphs is BLOCKS:
             return line
         spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]
@@ -186,7 +191,7 @@ class Screen:
 
 
 def _fit_window(window: curses.window) -> Tuple[int, int]:
-    """Resize the window to the size of the terminal; return the size."""
+    """Set the window of curses to the size of the terminal. Return its height and width."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
     if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
         curses.resizeterm(lines, columns)
@@ -194,13 +199,13 @@ def _fit_window(window: curses.window) -> Tuple[int, int]:
 
 
 def _read_keys(window: curses.window) -> List[str]:
-    """Return the keys that were pressed, except unknown ones."""
+    """Return the keys that were pressed since the last call. Unknown keys are ignored."""
     found: List[str] = []
     while True:
         try:
             key = window.get_wch()
         except curses.error:
-            return found  # no further key is pending
+            return found  # no further key was pressed
         if isinstance(key, str):
             found.append(_CHARACTERS.get(key, key))
         elif key in _KEYS:
@@ -208,7 +213,7 @@ def _read_keys(window: curses.window) -> List[str]:
 
 
 def _make_styles() -> Dict[Style, int]:
-    """Return the curses attributes of each style, with colours if the terminal has them."""
+    """Return the curses attribute of each style. It includes a colour if the terminal has colours."""
     with contextlib.suppress(curses.error):
         curses.curs_set(0)
     styles = {
@@ -226,7 +231,7 @@ def _make_styles() -> Dict[Style, int]:
 
 def _write(window: curses.window, row: int, line: StyledLine, width: int, styles: Dict[Style, int]) -> None:
     cursor = curses.A_REVERSE if line.is_selected else 0
-    # If the terminal has shrunk in the meantime, curses rejects text outside of it; the next redraw fixes the screen.
+    # If the terminal has just become smaller, curses rejects text outside it. The next redraw corrects the screen.
     with contextlib.suppress(curses.error):
         column = 0
         for text, style in line.spans:

@@ -1,4 +1,4 @@
-"""Authorization: determines the tenants of clients from their credentials and checks their rights."""
+"""Authorization of clients: determines a client's tenant from its credentials, and checks the tenant's rights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ class Authorizer:
 
     Args:
         tenants: the current tenants.
-        accounts: the usage of all tenants.
-        listener_tenants: by the name of a listener, the tenants that it admits; empty for all.
+        accounts: the usage counters of all tenants.
+        listener_tenants: by name of a listener, the tenants that may connect to it; an empty sequence admits all
+            tenants.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class Authorizer:
         self.listener_tenants = listener_tenants
 
     def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
-        """Determine the tenant of a connection, when the client connects and when the configuration has changed.
+        """Determine the tenant of a connection. Called for each new connection and after each change of the tenants.
 
         Returns:
-            The reason to close a new connection, if its tenant has too many; else None.
+            The error with which a new connection is closed, if its tenant has too many connections; else None.
         """
         self.remove_connection(connection)
         identity = connection.identity
@@ -64,27 +65,27 @@ class Authorizer:
         return None
 
     def limit_account_of(self, identity: ClientIdentity) -> str:
-        """Return the account whose limits apply to a new connection before its tenant is known: its user or its host.
+        """Return the account to which a new connection counts before its tenant is determined: its user or host.
 
-        All users of this host that belong to no tenant share one account.
+        All users of this host without a tenant share one account.
         """
         has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
         return NO_TENANT if has_no_tenant else identity.origin.principal
 
     def remove_connection(self, connection: ClientConnection) -> None:
-        """Stop counting a connection for its tenant, because it is closed or its tenant is determined again."""
+        """Subtract a connection from its tenant's connections, because it is closed or gets another tenant."""
         if connection.tenant is not None:
             connection.tenant.quota.connections -= 1
 
     def authorize_infer(
         self, connection: ClientConnection, name: str | None, now: float
     ) -> tuple[Tenant, ClientOrigin]:
-        """Return the tenant of an inference request, the client's own or the one in the message, and its origin.
+        """Return the tenant and the origin of an inference request, which may name another tenant than the client's.
 
-        A message for another tenant counts in that tenant's rate, too.
+        A message that names another tenant also counts to the rate limit of this tenant.
 
         Raises:
-            RequestError: the client may not act for that tenant, or the tenant may not send requests now.
+            RequestError: the client may not act for the named tenant, or the tenant may not send requests now.
         """
         tenant, origin = connection.tenant, connection.origin
         if tenant is None or name is not None:
@@ -100,12 +101,12 @@ class Authorizer:
         return tenant, origin
 
     def charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
-        """Return for which tenant a client asks about the daemon.
+        """Return the tenant for which a client queries the daemon, and whether it may see all tenants.
 
-        A message for another tenant counts in that tenant's rate, too.
+        A message that names another tenant also counts to the rate limit of this tenant.
 
         Raises:
-            RequestError: the client may not act for that tenant, or the tenant's rate is exceeded.
+            RequestError: the client may not act for the named tenant, or the tenant exceeds its rate limit.
         """
         viewer = self.resolve_viewer(connection, name)
         if name is not None and viewer.tenant is not connection.tenant:
@@ -113,10 +114,10 @@ class Authorizer:
         return viewer
 
     def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
-        """Return the tenant `name`, for which a client sends a message; the client's own tenant if `name` is None.
+        """Return the tenant that a message names; the client's own tenant if `name` is None.
 
         Raises:
-            RequestError: the client may not act for that tenant.
+            RequestError: the client has no tenant, or may not act for the named tenant.
         """
         own_tenant = connection.tenant
         if own_tenant is None:
@@ -125,17 +126,18 @@ class Authorizer:
             return own_tenant
         named_tenant = self.tenants.get(name)
         if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.can_act_for(name)):
-            # The error is the same whether the tenant exists or not, so that it does not reveal names of other tenants.
+            # The error is the same whether the named tenant exists or not, so that it does not reveal the names of
+            # tenants.
             raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
         return named_tenant
 
     def resolve_viewer(self, connection: ClientConnection, name: str | None = None) -> Viewer:
-        """Return the tenant whose models a client can see, and whether it may see what concerns other tenants.
+        """Return the tenant whose models a client can see, and whether the client may see data of all tenants.
 
-        Operators see everything, unless the message names a tenant.
+        An operator may see everything, unless its message names a tenant.
 
         Raises:
-            RequestError: the client may not act for that tenant.
+            RequestError: the client has no tenant, or may not act for the named tenant.
         """
         account = self.resolve_tenant(connection, name)
         if name is None and connection.identity.credential.is_operator:
@@ -143,23 +145,27 @@ class Authorizer:
         return Viewer(account, account.has_right(STATUS))
 
     def check_status(self, connection: ClientConnection, subject: str) -> None:
-        """Check that a client may see what concerns other tenants.
+        """Check that a client may see data of all tenants.
 
         Raises:
-            PermissionDenied: the client may not.
+            PermissionDenied: the client may see only its own tenant's data. `subject` names the requested data in the
+                text.
         """
         tenant, sees_all = self.resolve_viewer(connection)
         if not sees_all:
             raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
 
     def check_operator(self, connection: ClientConnection, action: str) -> None:
-        """Check that a client may act as an operator: by its user or its tenant's rights, and only on the Unix socket.
+        """Check that a client may act as an operator.
+
+        The client must be connected to the daemon's Unix socket, and its user must be an operator or its tenant must
+        have the right to operate. `action` names the operation in the error.
 
         Raises:
-            PermissionDenied: the client may not.
+            PermissionDenied: the client may not act as an operator.
         """
         tenant, identity = connection.tenant, connection.identity
-        # A proxied connection is not enough, because the proxy handles input from untrusted clients.
+        # The right of a tenant is not enough over a ZeroMQ proxy, because the proxy handles input of untrusted clients.
         if not (
             identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
         ):
@@ -171,10 +177,10 @@ class Authorizer:
             )
 
     def authorize_load(self, connection: ClientConnection, name: str | None, now: float) -> Tenant:
-        """Return the tenant for which a client loads or unloads models, its own or the one in the message.
+        """Return the tenant for which a client loads or unloads a model; `name` is the tenant in the message.
 
         Raises:
-            PermissionDenied: the tenant may not.
+            PermissionDenied: the tenant may not load or unload models, or the client may not act for the tenant.
         """
         tenant = self.charge_viewer(connection, name, now).tenant
         if not (tenant.has_right(LOAD) or tenant.has_right(OPERATE)):
@@ -187,10 +193,12 @@ class Authorizer:
         return tenant
 
     def check_reload(self, connection: ClientConnection) -> None:
-        """Check that a client may reload the configuration, which is the operator's file and concerns all models.
+        """Check that a client may reload the configuration.
+
+        A reload affects all models. So a tenant with the right to operate may reload only if it may use all models.
 
         Raises:
-            PermissionDenied: the client may not.
+            PermissionDenied: the client may not reload the configuration.
         """
         self.check_operator(connection, "reload the configuration")
         tenant = connection.tenant
@@ -202,7 +210,7 @@ class Authorizer:
         )
 
     def file_grant(self, connection: ClientConnection) -> Grant:
-        """Return the permissions with which the daemon reads files that a client names."""
+        """Return which files on this host the daemon may read for a client that names their paths."""
         credential, tenant = connection.identity.credential, connection.tenant
         if credential.is_operator:
             return OPERATOR
@@ -214,11 +222,12 @@ class Authorizer:
         find_connection: Callable[[bytes], ClientConnection | None],
         previous_tenants: Mapping[bytes, Tenant | None],
     ) -> Callable[[Request], bool]:
-        """Return a function that takes a queued request and returns whether its client may not send it any more.
+        """Return a function that returns whether a reload has revoked the right to send a queued request.
 
         Args:
-            find_connection: called with a client; returns its connection with the current tenant.
-            previous_tenants: the previous tenant of each client.
+            find_connection: called with the key of a client; returns the client's connection, which has the current
+                tenant.
+            previous_tenants: by client, the tenant before the reload.
         """
 
         def may_not(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""The registry of shared memory regions, and the lookup of tensors in them."""
+"""Registry of the shared memory regions of clients, and lookup of tensors in the regions."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 
-# The maximum number of cached lookups for each client.
+# Maximum number of cached results of `RegionRegistry.locate` for each client.
 _MAX_CACHED_LOCATIONS = 64
 
-# The maximum number of regions of one user on all connections; each needs a file descriptor.
+# Maximum number of regions of one user on all connections together. Each region needs a file descriptor.
 MAX_USER_REGIONS = 16 * limits.MAX_REGIONS
 
 
 class RegionRegistry:
-    """Shared memory regions by the client that has registered them. No other client can use a region, even by its name.
+    """Registry of shared memory regions. Only the client that has registered a region can use it.
 
     Args:
-        max_bytes: the maximum size of one user's regions, unless `register` gets another limit.
-        user_of: called with a client; returns the user or tenant on whose account it counts.
-        on_closed: called when `free_closed` has something to do. The call may come from anywhere, even from a
-            finalizer, so it must neither block nor take a lock.
+        max_bytes: the maximum number of bytes of all regions of one user. For a user with a tenant, `register` may set
+            another limit.
+        user_of: called with the key of a client; returns the user or tenant to which the client's regions count.
+        on_closed: called when `closed_regions` has a new entry. It may be called from a finalizer at any time, so it
+            must neither block nor acquire a lock.
 
     Attributes:
-        closed_regions: numbers, users and descriptors of regions that no object refers to, until `free_closed`.
+        closed_regions: number, user and descriptor of each region that no object refers to any more and that
+            `free_closed` has not closed yet.
     """
 
     def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
@@ -47,23 +49,27 @@ class RegionRegistry:
         self._user_of = user_of
         self._on_closed = on_closed
         self._by_client: dict[bytes, dict[str, SharedRegion]] = {}
-        # Results of `locate` by client and by the identity of its arguments, with the arguments, so that no other
-        # objects get the same identities.
+        # Cached results of `locate`, by client and by `id` of the arguments. The arguments are kept, too, so that no
+        # other objects can get the same ids.
         self._cached_locations: dict[bytes, dict[tuple[int, int], tuple[object, object, TensorLocations]]] = {}
-        # The counts include unregistered regions that a request still uses.
+        # The bytes and the number of each user's regions, including unregistered regions that a request still uses.
         self._bytes_by_user = Counter[str]()
         self._count_by_user = Counter[str]()
-        # Numbers are never used twice: a worker may still have a region of a previous daemon.
+        # Region numbers start at the time in microseconds, so that no number of a previous daemon is used again: a
+        # worker may still have mapped a region of the previous daemon.
         self._region_numbers = itertools.count(time.time_ns() // 1000)
 
     def register(self, client: bytes, descriptors: deque[int], max_tenant_bytes: int = 0) -> str:
-        """Register the memory whose descriptor came with a client's message; return the name of the region.
+        """Register a region whose descriptor came with a client's message; return the name of the region.
 
-        `max_tenant_bytes` is the limit for all regions of the client's tenant, 0 for none.
+        `max_tenant_bytes` is the maximum number of bytes of all regions of the client's tenant; 0 if the tenant has no
+        separate limit.
 
         Raises:
-            InvalidArgument: the descriptor cannot be shared in this way; it stays in `descriptors`.
-            ResourceExhausted: the client, its user or all clients together have as many regions or bytes as allowed.
+            InvalidArgument: there is not exactly one descriptor, or its memory cannot be shared safely. The descriptors
+                stay in `descriptors`.
+            ResourceExhausted: the client, its user, its tenant or all clients together would have too many regions or
+                bytes.
         """
         if len(descriptors) != 1:
             raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
@@ -81,7 +87,7 @@ class RegionRegistry:
         return region
 
     def unregister(self, client: bytes, region: str) -> None:
-        """Remove a region, if it exists. Requests that use it already are not affected."""
+        """Remove a region, if it exists. Requests that already use the region are not affected."""
         self._cached_locations.pop(client, None)
         self._by_client.get(client, {}).pop(region, None)
 
@@ -91,14 +97,14 @@ class RegionRegistry:
         self._by_client.pop(client, None)
 
     def locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> TensorLocations:
-        """Return the locations of a request's tensors, after checking that they lie in regions of the client.
+        """Return the locations of a request's tensors in shared memory, after checking that they are valid.
 
         Raises:
-            InvalidArgument: a location is invalid.
-            NotFound: the connection has no such region.
+            InvalidArgument: a location exceeds its region, or an output is given twice.
+            NotFound: the client has not registered a region with this name.
         """
         try:
-            # The decoder returns the same objects for equal bytes.
+            # The lookup by `id` works, because the decoder returns the same objects for equal bytes.
             return self._cached_locations[client][id(regions), id(inputs)][2]
         except KeyError:
             pass
@@ -128,7 +134,10 @@ class RegionRegistry:
         )
 
     def free_closed(self) -> Sequence[int]:
-        """Close unused regions in other threads, which can take seconds, and return the numbers of the regions."""
+        """Have threads close the descriptors in `closed_regions`; return the numbers of these regions.
+
+        Closing can take seconds, because the kernel frees the memory.
+        """
         closed, self.closed_regions = self.closed_regions, []
         for _, user, descriptor in closed:
             self._fd_closer.close(user, descriptor)
@@ -154,7 +163,7 @@ class RegionRegistry:
             raise ResourceExhausted(f"this user already has {self._bytes_by_user[user]} bytes in regions; {bound}")
 
     def _on_region_unused(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
-        # This may be called from anywhere, even from a finalizer, so it neither blocks nor takes a lock.
+        # A finalizer may call this at any time, so it must neither block nor acquire a lock.
         self.closed_regions.append((number, user, descriptor))
         self._on_closed()
         self._bytes_by_user[user] -= nbytes
@@ -175,9 +184,9 @@ def _locate_tensor(
 ) -> TensorLocation:
     shared_region = client_regions.get(requested.region)
     if shared_region is None:
-        # The error does not name the region, which may belong to another client.
+        # The error does not contain the name of the region, because the region may belong to another client.
         raise NotFound(f"parameters.regions.{where}.region: this connection has no such region")
-    # Python integers do not overflow.
+    # This sum is safe for any offset from a client, because Python integers do not overflow.
     end = requested.offset + nbytes
     if end > shared_region.nbytes:
         expected = f"expected an end within the region, at most {shared_region.nbytes}, got {end}"

@@ -1,4 +1,4 @@
-"""Replies to clients: encodes and sends each, and updates the usage counters when a request ends."""
+"""Replies to clients: encodes and sends the replies, and updates the usage counters when a request ends."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from weightd_protocol.messages.status import StatusResponse
 from weightd_protocol.messages.types import DaemonMessage
 from weightd_protocol.messages.worker import PredictResult
 
-# The estimated time until memory is released because a request has ended or a client has read its replies.
+# Seconds after which a client should retry when the memory budget is used up: an estimate of the time until a request
+# ends or a client reads its replies.
 _RETRY_AFTER_S = 0.1
 
 _MEMORY_FULL = (
     "the daemon's memory budget for clients is used up (max_memory_bytes), and this client or its user holds most of it"
 )
 
-# The size limits of headers that may be longer than others.
+# Maximum header sizes in bytes of the types of messages whose headers may exceed `limits.MAX_HEADER_BYTES`.
 _MAX_BYTES: Mapping[type[Any], int] = dict.fromkeys(
     (StatusResponse, MetricsResponse, LogsResponse, ServerMetadataResponse, ReloadResponse), limits.MAX_STATUS_BYTES
 )
@@ -37,12 +38,13 @@ ShedRequests = Callable[[bytes, RequestError], object]
 
 
 class ClientResponses:
-    """Sends replies, and manages the memory budget of requests until they end.
+    """Sends replies to clients, and reserves and releases the memory of their requests.
 
     Args:
-        connections: the connections of clients.
+        connections: the connections of all clients.
         memory_budget: the budget for memory that is held for clients.
-        shed_requests: called with a client and an error; ends the client's queued requests with the error.
+        shed_requests: called with the key of a client and an error; ends all queued requests of the client with the
+            error.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class ClientResponses:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """Send the model's answer. The client waits for it, so the usage counters are updated afterwards."""
+        """Send the model's answer to a request. The usage counters are updated after that, because the client waits."""
         response = InferResponse(
             request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
         )
@@ -63,13 +65,13 @@ class ClientResponses:
         self._settle(request, sum(map(len, frames)))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        """Send the error in which a request ends."""
+        """Send the error with which a request ends, and update the usage counters."""
         self._memory_budget.release(request.client, request.buffered_bytes)
         self._settle(request, error)
         self.reply_error(request.client, request.id, error, may_still_write=bool(request.pending_writes))
 
     def notify_released(self, request: Request) -> None:
-        """Notify a client that no process writes to the output memory of its request any more."""
+        """Notify a client that no process can write to the shared memory for its request's outputs any more."""
         self.reply(request.client, Released(request.id))
 
     def reply_error(
@@ -82,11 +84,11 @@ class ClientResponses:
     def reply(
         self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), *, released_bytes: int = 0
     ) -> None:
-        """Send a message, after `released_bytes` of the client's reserved memory have been released."""
+        """Release `released_bytes` of the client's reserved memory, and send a message to the client."""
         try:
             header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
         except LocalProtocolError as error:
-            # Text from an engine or a path may not fit into a header. The client gets an error then.
+            # Text from an engine or a long path may exceed the size of a header. Send an error instead of the message.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
         if released_bytes:
             self._memory_budget.release(client, released_bytes)
@@ -95,35 +97,35 @@ class ClientResponses:
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
-        """Close the descriptors that a client has sent with a refused message."""
+        """Close the descriptors that a client has sent with a message that is refused."""
         self._connections.reader.reject_descriptors(connection)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def reserve_freed(self, request: Request) -> None:
-        """Reserve memory for a request, after other clients with more memory have released some.
+        """Reserve memory for a request, after freeing memory of clients that hold more.
 
         Raises:
-            ResourceExhausted: there is still not enough memory.
+            ResourceExhausted: not enough memory could be freed.
         """
         if not self._reserve_freed(request, request.buffered_bytes):
             raise memory_full()
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """Reserve `nbytes` more for a request.
+        """Reserve `nbytes` more for a partial result of a request, if necessary after freeing memory of other clients.
 
         Raises:
-            ResourceExhausted: there is not enough memory.
+            ResourceExhausted: not enough memory could be freed.
         """
         if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
             raise memory_full()
         request.buffered_bytes += nbytes
 
     def free_memory(self, client: bytes, nbytes: int) -> bool:
-        """Free memory of the clients that hold the most, until `nbytes` more fit for this one; return whether they do.
+        """Free memory until `nbytes` more fit into the budget; return False if `client` itself holds the most memory.
 
-        The queued requests of the largest client are ended. If that frees nothing, or if most of the memory is unread
-        replies, the client is disconnected.
+        The queued requests of the client that holds the most memory are ended with an error. If this frees nothing, or
+        if at least half of the client's memory is replies that it has not read, the client is disconnected.
         """
         budget = self._memory_budget
         while not budget.can_reserve(nbytes):
@@ -143,7 +145,7 @@ class ClientResponses:
         return True
 
     def _settle(self, request: Request, outcome: RequestError | int) -> None:
-        """Update the usage counters for a request that has ended, see `Usage.end`."""
+        """Update the usage counters for a request that has ended, see `Usage.end` for `outcome`."""
         request.usage.end(request.tenant.quota, request.nbytes, outcome, has_started=request.has_started)
         connection = self._connections.get(request.client)
         if connection is not None:

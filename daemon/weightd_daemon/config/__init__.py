@@ -1,1 +1,4 @@
-"""Configuration file: parsing, validation and defaults, without side effects. May import `engines` and `platform`."""
+"""Configuration file: parsing, validation and defaults, without side effects.
+
+Of the daemon's packages, this one imports only `engines` and `platform`.
+"""

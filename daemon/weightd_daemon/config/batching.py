@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, integer, list_of
 
-# Limit of rows in one predict. On a CPU, far smaller batches already gain all there is to gain, and the tests of
+# Maximum number of rows in one predict. On a CPU, even much smaller batches reach the full throughput, and the tests of
 # batching at load take longer for larger batches.
 MAX_ROWS = 4096
 
-# Limit of rows in one request: more than its frames can hold for any realistic row size.
+# Maximum number of rows in one request. With rows of realistic size, a request reaches the limit of bytes earlier.
 _MAX_REQUEST_ROWS = 2**24
 
 

@@ -1,4 +1,4 @@
-"""Checks of `weightd check` on files and interpreters: finds what would make a start fail, without loading models."""
+"""Checks of `weightd check` on files and interpreters: finds errors that would make a load fail, without loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightd_protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
 
-# These programs run in the model's interpreter, which may be as old as Python 3.7.
+# Programs that a model's interpreter, 3.7 or later, runs to test whether it has the engine.
 _ENGINE_PROBE = """
 import sys
 from weightd_protocol.version import VERSION
@@ -53,7 +53,7 @@ print(VERSION)
 def find_problems(
     models: Mapping[str, ModelConfig], group_members: Collection[str] = (), *, runs_interpreters: bool = True
 ) -> dict[str, list[str]]:
-    """Return, by model, the errors in its files and its interpreter; each text names the key.
+    """Return the errors in each model's files and interpreter by the model's name; each text names the key.
 
     Args:
         models: the models to check.
@@ -114,7 +114,7 @@ def _other_problems(
 
 
 def describe_config(config: Config) -> Iterator[str]:
-    """Yield a line that describes each model, each model group and each tenant."""
+    """Yield one line of description for each model, each model group and each tenant."""
     for name, model in config.models.items():
         workers = _describe_workers(model)
         what = workers if model.ranks is None else _describe_ranks(model.ranks)
@@ -168,7 +168,7 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
     if result.returncode != 0:
         return (result.stderr.strip().splitlines() or [describe_status(result.returncode)])[-1]
-    # An engine may print on stdout when it is imported, so only the last word is the version.
+    # The last word on stdout is the version of weightd. An engine may have printed other words when it was imported.
     version = (result.stdout.split() or ["unknown"])[-1]
     return (
         ""

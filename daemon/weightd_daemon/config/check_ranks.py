@@ -27,7 +27,7 @@ from weightd_protocol.schema import FieldError
 _BLOCK_BYTES = 1024 * 1024
 _ARRAY_SUFFIX = ".npy"
 
-# The model whose ranks use a port, by physical card number and port.
+# By physical card number and port, the name of the model whose ranks use the port.
 PortOwners = dict[tuple[int, int], str]
 
 
@@ -41,7 +41,8 @@ def find_problems(
         model: the model, with its defaults filled in.
         ranks: the model's table of ranks.
         visible_devices: the value of ASCEND_RT_VISIBLE_DEVICES.
-        port_owners: the ports of the models that were checked before; the ports of this model are added.
+        port_owners: the ports of the models that were checked before this one; the function adds the ports of this
+            model.
     """
     with contextlib.ExitStack() as stack:
         slices = _Slices([], [])
@@ -61,7 +62,7 @@ def find_problems(
 
 
 class _Slices(NamedTuple):
-    """The slices that could be opened, and the signatures of the slices that could be read."""
+    """The slices of a model that could be opened, and the signatures of the slices that could be read."""
 
     models: list[OpenModel]
     signatures: list[MindIr]
@@ -88,7 +89,7 @@ def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Ite
 
 
 def _compare_signatures(ranks: RanksConfig, signatures: Sequence[MindIr]) -> Iterator[str]:
-    """Check that all ranks have the same signature: all get the same inputs, and any of them may send the outputs."""
+    """Check that all slices have equal signatures: all ranks get the same inputs, and any rank may reply."""
     first_signature = signatures[0]
     for rank, other in enumerate(signatures[1:], 1):
         for what, one, another in (
@@ -108,10 +109,9 @@ def _describe_tensors(tensors: Sequence[MindIrTensor]) -> str:
 
 
 def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Iterator[str]:
-    """Reject slices with equal content: the most likely mistake is a copy of one slice under the name of another.
+    """Reject slices with equal content. A user may have copied the file of one slice to the path of another slice.
 
-    Equal slices have the same weights, so the model was not sliced. A group with a wrong slice raises no error, but
-    returns wrong results.
+    The check is necessary because a rank group with a wrong slice reports no error, but returns wrong results.
     """
     for (rank, one), (other_rank, other) in itertools.combinations(enumerate(models), 2):
         try:
@@ -128,7 +128,7 @@ def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Itera
 
 
 def _have_equal_content(one: OpenModel, other: OpenModel) -> bool:
-    """Compare two models up to the first difference: slices are large, and rarely equal."""
+    """Return whether two slices have the same bytes; stop at the first difference, because slices are large."""
     if [each.nbytes for each in one.files] != [each.nbytes for each in other.files]:
         return False
     for mine, theirs in zip(one.files, other.files, strict=True):
@@ -148,7 +148,7 @@ def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [each.removesuffix(_ARRAY_SUFFIX) for each in archive.namelist()]
     except OSError:
-        return  # `check` reports a missing file
+        return  # `check.find_problems` reports a missing file
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         yield f"selftest: {path}: expected an .npz of plain arrays: {error}"
         return
@@ -179,7 +179,7 @@ def _check_config_file(model: ModelConfig) -> Iterator[str]:
     path = model.mindspore_lite.config_file
     if not path:
         return
-    with contextlib.suppress(OSError):  # the options of the engine report a missing file
+    with contextlib.suppress(OSError):  # `MindSporeLiteOptions.file_problems` reports a missing file
         for _, key, _ in config_items(Path(path)):
             if key == "stream_sync_timeout":
                 reason = "after this timeout, the graph engine hangs in every further predict"
@@ -227,7 +227,7 @@ def _check_ports(
 def read_rank_table(path: Path) -> RankTable | str:
     """Return the rank table in a file, or a text that says why the file is invalid."""
     try:
-        # HCCL resolves links before it checks the name.
+        # HCCL resolves links before it checks the name of the file.
         resolved_path = os.path.realpath(path)
         content = read_regular(resolved_path, ranktable.MAX_BYTES)
     except OSError as error:

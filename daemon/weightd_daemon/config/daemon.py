@@ -1,8 +1,8 @@
 """The table [daemon], the addresses at which clients connect, and the default locations of files.
 
-Clients that speak ZeroMQ connect to `ipc://PATH` and `tcp://HOST:PORT`. Weightd's own transport uses `unix://PATH`: the
-configuration never names such an address, because this socket is always beside `daemon.socket`. Among sockets that a
-service manager passes, its suffix identifies it.
+Clients that speak ZeroMQ connect to `ipc://PATH` and `tcp://HOST:PORT`. Other clients use weightd's own transport and
+connect to `unix://PATH`. The configuration never names a `unix://` address, because this socket is always beside
+`daemon.socket`. Among the sockets that a service manager passes, the suffix of the path identifies this socket.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, list_of, number, text
 
-# With less memory, even a few requests of ordinary size would be rejected.
+# Minimum of `max_memory_bytes`. With less memory, the daemon would reject even a few requests of ordinary size.
 _MIN_MEMORY_BYTES = 16 * MIB
 
-# With shorter batches, more time would be spent on the messages between them than on running them.
+# Minimum of `max_batch_seconds`. With shorter batches, the messages between batches would take most of the time.
 _MIN_BATCH_S = 0.001
 
 
@@ -74,7 +74,7 @@ class DaemonConfig:
     max_batch_seconds: float = field(default=0.1, metadata=number(MAX_SECONDS))
     """Approximate maximum seconds of one batch while requests of another tenant are queued, at least 0.001. A smaller
     value shortens the wait of other tenants; a larger one uses devices more efficiently. Longer requests that cannot be
-    split do not get the last free worker of a model, unless those of other tenants take about as long."""
+    split do not get the last free worker of a model, unless the requests of other tenants take about as long."""
 
     max_model_bytes: int = field(default=0, metadata=integer(0, 2**62))
     """Budget in bytes for the memory of all models on the CPU. For models with `load = "on_demand"`, idle ones are
@@ -92,12 +92,12 @@ class DaemonConfig:
 
     @property
     def user_limits(self) -> UserConnectionLimits:
-        """Connection limits of one user."""
+        """The limits on the connections of one user."""
         return UserConnectionLimits(self.max_user_connections, self.max_user_connection_rate)
 
     @property
     def daemon_key(self) -> str:
-        """A short name for this daemon, derived from its socket, so that two daemons never share a file."""
+        """A short name derived from `socket`; file names contain this name, so that daemons never share a file."""
         return endpoints.daemon_key(self.socket)
 
     @property
@@ -107,12 +107,12 @@ class DaemonConfig:
 
     @property
     def counters_file(self) -> Path:
-        """The file with the persistent counters, which outlives the daemon."""
+        """The file in which the daemon keeps counters, so that they survive a restart."""
         return Path(self.cache_dir, f"{self.daemon_key}.counters")
 
     @property
     def children_socket(self) -> Path:
-        """The socket to which this daemon's children connect."""
+        """The path of the socket to which the holders and workers of this daemon connect."""
         return Path(self.runtime_dir, f"{self.daemon_key}.sock")
 
     @property
@@ -122,12 +122,12 @@ class DaemonConfig:
 
     @property
     def channel_socket(self) -> Path:
-        """The socket of the channels over which workers get requests."""
+        """The path of the socket to which workers connect their channels, over which they get requests."""
         return Path(endpoints.channel_path(self.children_address))
 
     @property
     def unix_socket(self) -> Path:
-        """The socket for clients on this host."""
+        """The path of the Unix socket for clients on this host."""
         return Path(endpoints.unix_path(self.socket, self.runtime_dir))
 
 
@@ -143,10 +143,11 @@ def complete_daemon(
     Args:
         config: the table as it was read.
         base: the directory to which paths are relative.
-        listen_addresses: see `load`; by default the socket is the first of them, or lies beside it.
-        problems: errors are added here; it already has the errors of single keys. If there are errors, the result must
-            not be used.
-        unit: the unit whose defaults apply; None for the defaults of this process.
+        listen_addresses: see `load`. If there are any, `socket` must be one of `daemon_socket_addresses`, and the first
+            of these is the default.
+        problems: errors are added to this collector, which already has the errors of single keys. If it contains
+            errors, the result must not be used.
+        unit: the systemd unit whose defaults apply; None: the defaults of this process apply.
     """
     runtime_dir = config.runtime_dir or (unit.runtime_dir if unit else default_runtime_dir())
     runtime_dir = str((base / runtime_dir).absolute())
@@ -205,7 +206,7 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
 
     Args:
         address: the address as configured.
-        suffix: the longest suffix that is appended to the path of an ipc:// address, for a socket beside it.
+        suffix: the longest suffix that the daemon appends to the path of an ipc:// address for another socket.
     """
     if not _IPC_PATTERN.fullmatch(address) and not endpoints.is_tcp_address(address):
         yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
@@ -233,7 +234,7 @@ def zmq_addresses(listen_addresses: Sequence[str]) -> list[str]:
 
 
 def daemon_socket_addresses(listen_addresses: Sequence[str]) -> list[str]:
-    """Return the values that `daemon.socket` may have with these open sockets: a unix socket lies beside it."""
+    """Return the values that `daemon.socket` may have if a service manager has opened sockets at these addresses."""
     from_unix_sockets = [
         _IPC + each.removeprefix(_UNIX).removesuffix(endpoints.UNIX_SUFFIX)
         for each in listen_addresses
@@ -246,13 +247,13 @@ _SYSTEM_CACHE_DIR = "/var/cache/weightd"
 
 
 class UnitDefaults(NamedTuple):
-    """A systemd unit that serves a configuration file, and the unit's defaults.
+    """A systemd unit that starts weightd with a configuration file, and the defaults that the unit sets.
 
     Attributes:
         name: the name of the unit.
         runtime_dir: the unit's RuntimeDirectory=.
         cache_dir: the unit's CacheDirectory=.
-        socket: the ipc:// address on which its socket unit listens.
+        socket: the ipc:// address on which the unit's socket unit listens.
     """
 
     name: str
@@ -262,7 +263,7 @@ class UnitDefaults(NamedTuple):
 
 
 def unit_of(path: Path) -> UnitDefaults | None:
-    """Return the unit that serves the configuration at `path`; None if `path` is not in the directory of the units."""
+    """Return the unit that uses the configuration at `path`; None if `path` is not in the units' directory."""
     if path.resolve().parent != default_path().parent.resolve():
         return None
     name = path.stem
@@ -276,12 +277,12 @@ def unit_of(path: Path) -> UnitDefaults | None:
 
 
 def default_path() -> Path:
-    """Return the service's configuration file, in the directory that systemd passes or that systemd would use."""
+    """Return the path of the service's configuration file: in the directory from systemd, otherwise in /etc/weightd."""
     return Path(_systemd_dir("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
 
 
 def default_runtime_dir() -> str:
-    """Return the default directory of sockets: the directory that systemd passes, else one of the user."""
+    """Return the default directory of sockets: the directory that systemd passes, otherwise one of the user's own."""
     return _systemd_dir("RUNTIME_DIRECTORY") or endpoints.runtime_dir()
 
 

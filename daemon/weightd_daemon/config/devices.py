@@ -36,7 +36,7 @@ class DeviceConfig:
 
     @property
     def cores(self) -> frozenset[int]:
-        """The cores in `cpus`; empty if `cpus` is not a valid list."""
+        """The numbers of the cores in `cpus`; empty if `cpus` is not a valid list."""
         try:
             return devices.parse_cpulist(self.cpus)
         except ValueError:
@@ -44,10 +44,10 @@ class DeviceConfig:
 
 
 def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConfig]:
-    """Return the tables by name; errors are added to `problems`.
+    """Return the tables [devices.NAME] by name; errors are added to `problems`.
 
     Raises:
-        FieldError: the content is not a set of tables.
+        FieldError: `content` is not a table with tables [devices.NAME].
     """
     if type(content) is not dict:
         raise FieldError("expected tables [devices.NAME]")

@@ -14,7 +14,7 @@ from weightd_daemon.config.model import Membership, ModelConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, label, list_of, one_of, text
 
-# The only engine with model groups, since its version 2.1.
+# The only engine that supports model groups. It needs version 2.1 or later.
 _GROUP_ENGINE = "mindspore_lite"
 
 _NAME = text(limits.MAX_NAME_BYTES)
@@ -51,15 +51,15 @@ class GroupConfig:
 
 
 def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) -> dict[str, GroupConfig]:
-    """Return the valid tables by name; errors are added to `problems`.
+    """Return the valid tables [groups.NAME] by name; errors are added to `problems`.
 
     Args:
         content: the parsed TOML.
-        names: the names of all models that have a table.
+        names: the names of all tables [models.NAME].
         problems: as in `toml_schema.read_table`.
 
     Raises:
-        FieldError: the content is not a set of tables.
+        FieldError: `content` is not a table with tables [groups.NAME].
     """
     if type(content) is not dict:
         raise FieldError("expected tables [groups.NAME]")
@@ -77,18 +77,18 @@ def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) 
 
 
 def with_member_defaults(config: ModelConfig) -> ModelConfig:
-    """Return a member of a group with the defaults for members: no spares and no sharing with other processes."""
+    """Return a model of a group with the defaults for groups: no spares, and no sharing with other processes."""
     return dataclasses.replace(config, spares=config.spares or 0, sharing=config.sharing or "off")
 
 
 def complete_groups(
     groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig], problems: ErrorCollector
 ) -> dict[str, GroupConfig]:
-    """Return the groups with their devices.
+    """Return the groups with the derived key `devices` filled in; errors are added to `problems`.
 
     Args:
         groups: the groups as they were read.
-        models: the valid models; a group with any other model is skipped.
+        models: the valid models; a group that names any other model is left out.
         problems: as in `toml_schema.read_table`.
     """
     complete: dict[str, GroupConfig] = {}
@@ -103,7 +103,7 @@ def complete_groups(
 
 
 def with_memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the models of the complete groups, each with its membership."""
+    """Return the models of all groups with the derived key `group` filled in."""
     members: dict[str, ModelConfig] = {}
     for name, group in groups.items():
         there = [models[each] for each in group.models]
@@ -148,7 +148,7 @@ def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iter
 
 
 def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
-    """Return why a model cannot be in a group, or ""; the most fundamental reason comes first."""
+    """Return the most fundamental reason why a model cannot be in a group; "" if it can."""
     rows = model.batching.max_rows
     reasons = {
         f"expected engine {_GROUP_ENGINE}, the only one with groups, got {model.engine}": model.engine != _GROUP_ENGINE,

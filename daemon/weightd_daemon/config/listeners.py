@@ -18,7 +18,8 @@ from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
 
-# Name of the listener that exists without a table. Further passed sockets without a table get this name with a number.
+# Name of the listener that exists without tables [listeners.NAME]. If a service manager passes several sockets, further
+# listeners get this name with a number.
 _DEFAULT_NAME = "default"
 
 NONE, CURVE = SECURITY_MODES = ("none", "curve")
@@ -74,14 +75,15 @@ def read_listeners(
 
     Args:
         content: the parsed TOML.
-        daemon: the complete table [daemon]; without tables and passed sockets, its socket is the only listener.
+        daemon: the complete table [daemon]. Without tables and sockets of a service manager, its `socket` is the only
+            listener.
         tenants: the tenants of the file.
         base: the directory of the file, to which paths are relative.
-        listen_addresses: see `load`; without tables, these are the listeners.
+        listen_addresses: see `load`. Without tables, the ipc:// and tcp:// addresses among them are the listeners.
         problems: as in `complete_daemon`.
 
     Raises:
-        FieldError: the content is not a set of tables, or there are too many tables.
+        FieldError: `content` is not a table with tables [listeners.NAME], or has too many tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [listeners.NAME]")
@@ -105,7 +107,7 @@ def read_listeners(
 
 
 def allowed_keys(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
-    """Return the public keys in Z85 that may connect to a listener with "curve"; None if any key may."""
+    """Return the public keys, in Z85, of clients that may connect to a listener with "curve"; None: any key."""
     admitted_tenants = {
         name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants
     }
@@ -177,7 +179,7 @@ def _check_all_listeners(
     configured_addresses = {listener.address for listener in listeners.values()}
     for address in zmq_addresses(listen_addresses):
         if address not in configured_addresses:
-            # Clients that connect to this address would wait forever.
+            # The service manager listens on this address, so clients can connect, but no listener would answer them.
             yield FieldError(
                 f"expected a listener with address {address}, on which the service manager listens (weightd.socket)"
             )

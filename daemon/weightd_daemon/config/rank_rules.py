@@ -1,7 +1,7 @@
-"""Rules for combinations of a model's keys with its ranks, and for models whose ranks use the same card.
+"""Rules for combinations of a model's keys with its table of ranks, and for models whose ranks use the same card.
 
-The ranks of a group start, run and stop together. So keys for replacing a single process, or for sharing the weights of
-one process, do not apply to ranks.
+The ranks of a group start, run and stop together. So keys about replacing a single process, or about sharing weights
+between processes, have no effect on ranks and are rejected.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from weightd_daemon.config.ranks import (
 from weightd_daemon.engines import ranktable
 from weightd_protocol.schema import FieldError, label
 
-# HCCL rejects a smaller HCCL_CONNECT_TIMEOUT.
+# Minimum of HCCL_CONNECT_TIMEOUT; HCCL rejects a smaller value.
 _MIN_CONNECT_TIMEOUT_S = 120
 
-# The 910 and 310P cards round HCCL_EXEC_TIMEOUT down to a multiple of this number of seconds. weightd cannot read
-# the type of the card from a file, so the checks use the rounded value: no card has a lower one. Values between the
-# multiples are not rejected, because some cards accept them unchanged.
+# The 910 and 310P cards round HCCL_EXEC_TIMEOUT down to a multiple of this number of seconds. weightd cannot read the
+# type of a card from a file, so the checks use the rounded value, which no card undercuts. Other values than multiples
+# are accepted, because some cards do not round.
 EXEC_TIMEOUT_STEP_S = 68
 
 
 def with_rank_defaults(
     config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
 ) -> ModelConfig:
-    """Return a model as it was read, with the defaults that its table of ranks implies for other keys.
+    """Fill in the table of ranks, and the model's keys whose defaults depend on this table.
 
-    The caller passes the same arguments to `complete_model` afterwards.
+    The caller then passes the returned model and the other arguments to `complete_model`.
     """
     if config.ranks is None:
         return config
@@ -54,7 +54,7 @@ def with_rank_defaults(
 
 
 def apply_rank_rules(config: ModelConfig, problems: ErrorCollector) -> ModelConfig:
-    """Return a complete model with the settings that its ranks require; errors are added to `problems`."""
+    """Return a complete model with the settings that its ranks require; violated rules are added to `problems`."""
     if config.ranks is None:
         return config
     for needed, rule in _RULES:
@@ -66,9 +66,9 @@ def apply_rank_rules(config: ModelConfig, problems: ErrorCollector) -> ModelConf
 
 
 def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
-    """Yield an error for each model whose ranks use a port on a card that ranks of another model use already.
+    """Yield an error for each model whose ranks use the same port of a card as the ranks of an earlier model.
 
-    Ports in rank tables that the user provides are checked by `weightd check` only.
+    Only `weightd check` checks the ports in rank tables that the user provides.
     """
     port_owners: dict[tuple[str, int], str] = {}
     for name, model in models.items():
@@ -226,7 +226,7 @@ def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldErr
 
 _Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]
 
-# The keys that each rule reads, and the rule. As in `config.model`, a rule is evaluated only if its keys are valid.
+# The keys that each rule reads, and the rule. As in `model_rules`, a rule is evaluated only if these keys are valid.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path",), _check_path),
     (("path", "engine", "ranks"), _check_engine),

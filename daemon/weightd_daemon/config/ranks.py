@@ -1,7 +1,7 @@
-"""The table [models.NAME.ranks]: one model that several processes compute together, each with its slice of the model.
+"""The table [models.NAME.ranks]: a model that several processes (ranks) compute together, each with one slice.
 
-A group is a set of processes that holds the model once; a rank is one of these processes. The rules for combinations of
-keys are in `rank_rules`.
+A rank group is a set of processes that together hold the model once; a rank is one of these processes. The rules for
+combinations of keys are in `rank_rules`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
 
-# Limit of ranks in all groups of a model together: no host has more cards.
+# Maximum number of ranks in all groups of a model together. No host has more cards.
 MAX_RANKS = limits.MAX_DEVICES
 
 GENERATE = "generate"
@@ -28,10 +28,11 @@ CONCAT = "concat"
 
 ReplySetting = str | int
 
-# This engine reads a rank table and runs ranks on cards only; the ranks of MindSpore find each other by its scheduler.
+# The engine that runs ranks only on cards and reads a rank table. Ranks of the engine `mindspore` find each other
+# through MindSpore's scheduler process instead.
 MINDSPORE_LITE = "mindspore_lite"
 
-# Placeholders for numbers in paths.
+# Placeholders in paths for the number of a rank and of a rank group.
 RANK_PLACEHOLDER = "{rank}"
 GROUP_PLACEHOLDER = "{group}"
 
@@ -46,7 +47,7 @@ _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
 def _devices_metadata() -> Mapping[str, FieldType]:
-    """Return the metadata for lists of names, one for each group; a single group may be given as one flat list."""
+    """Return the metadata for one list of names for each rank group; a single group may be one flat list."""
     group_kind, groups_kind = _GROUP_METADATA["field_type"], _GROUPS_METADATA["field_type"]
 
     def check(value: Any) -> Any:
@@ -74,7 +75,7 @@ def _reply_metadata() -> Mapping[str, FieldType]:
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """The table [models.NAME.ranks]; derived fields combine its keys with the model's."""
+    """The table [models.NAME.ranks]. Some fields are derived from keys of this table and of the model."""
 
     devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
     """The device of each rank, in the order of ranks. [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]] has two rank
@@ -123,10 +124,10 @@ class RanksConfig:
     device_ips: Mapping[str, str] = field(
         default_factory=dict[str, str], metadata=derived(mapping(_NAME_METADATA, limits.MAX_DEVICES))
     )
-    """The addresses in the tables [devices.NAME], by device."""
+    """The addresses of the cards' network ports in the tables [devices.NAME], by device."""
 
     def problems(self) -> Iterator[FieldError]:
-        """Yield errors in the devices, on which all other checks depend."""
+        """Yield errors in `devices` and `size`, on which the checks of other keys depend."""
         if self.devices and self.size:
             yield FieldError("has no effect beside devices, which lists one device for each rank").at(".size")
         if not self.devices and not self.size:
@@ -147,7 +148,7 @@ class RanksConfig:
         yield from self._check_duplicates()
 
     def _check_duplicates(self) -> Iterator[FieldError]:
-        """Reject devices with two ranks: ranks run at the same time, so two on one device would block each other."""
+        """Reject a device with two ranks: ranks run at the same time, and would block each other on one device."""
         groups: dict[str, int] = {}
         for index, group in enumerate(self.devices):
             for rank, device in enumerate(group):
@@ -176,7 +177,7 @@ class RanksConfig:
 
     @property
     def reply_rank(self) -> int | None:
-        """The rank whose outputs are the result; None if the outputs of all ranks are joined."""
+        """The rank whose outputs are the result; None if the outputs of all ranks are concatenated."""
         if self.reply == CONCAT:
             return None
         return self.reply if isinstance(self.reply, int) else self.size - 1
@@ -188,12 +189,12 @@ class RanksConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of each card's memory that the communication buffers use."""
+        """Bytes of each card's memory that HCCL uses for communication buffers."""
         return 2 * self.buffer_mib * MIB * self.communicators if self.is_on_cards else 0
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a new group can start beside an old one on its devices: a card allows one group on each port."""
+        """Whether a new rank group can start beside an old one on its devices; on cards, each needs its own port."""
         return not self.is_on_cards or len(self.device_ports) > 1
 
     def rank_table_path(self, group: int) -> str:
@@ -201,7 +202,7 @@ class RanksConfig:
         return "" if self.is_table_generated else self.rank_table.replace(GROUP_PLACEHOLDER, str(group))
 
     def group_info_path(self, rank: int) -> str:
-        """Return the path of a rank's file about the groups within the model; "" if there is no such file."""
+        """Return the path of a rank's file about the communication groups within the model; "" without such a file."""
         return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
 
 

@@ -28,7 +28,7 @@ _PATH_KIND = text(limits.MAX_PATH_BYTES)["field_type"]
 
 
 def field_metadata() -> dict[str, FieldType]:
-    """Return the metadata of the dataclass field."""
+    """Return the dataclass metadata that parses the field `selftest`."""
     return {"field_type": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
 
 
@@ -49,7 +49,7 @@ def parse_text(text: str) -> SelfTestSetting:
 
 
 def inputs_path(setting: SelfTestSetting) -> str:
-    """Return the path of the file that the setting names; "" if it names none."""
+    """Return the path of the file that the setting names; "" if the setting is not a path."""
     return setting if isinstance(setting, str) and setting not in (AUTO, OFF) else ""
 
 

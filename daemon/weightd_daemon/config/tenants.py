@@ -1,6 +1,6 @@
-"""The tables [tenants.NAME]: the identities of each tenant, its rights and its limits.
+"""The tables [tenants.NAME]: the users, groups and keys of each tenant, and the tenant's rights and limits.
 
-Users, groups and keys are looked up when the file is read, and not again until the next reload.
+Users, groups and key files are looked up when the configuration file is read, and again at each reload.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from weightd_protocol.schema import (
     text,
 )
 
-# Rights: send requests to models; see data of other tenants; load and unload models; change models and the
-# configuration.
+# Values of `may`. INFER: send requests to models. STATUS: see data of other tenants. LOAD: load and unload models.
+# OPERATE: update models and reload the configuration.
 INFER = "infer"
 STATUS = "status"
 LOAD = "load"
@@ -45,16 +45,16 @@ RIGHTS = (INFER, STATUS, LOAD, OPERATE)
 # The pattern that matches all models.
 ALL_MODELS = "*"
 
-# The tenant of all clients that belong to no other tenant.
+# Name of the tenant of all clients that are in no other tenant.
 DEFAULT_TENANT_NAME = "default"
 
-# Limit of the users, groups, keys and patterns of one tenant.
+# Maximum number of entries in each list of a tenant: users, groups, keys, patterns.
 _MAX_ENTRIES = 256
 _MAX_BYTES = 2**62
 _MAX_COUNT = 2**31
 
-# Bounds the ratio between the weights of two tenants by its square, so that seconds divided by a weight stay in a
-# sensible range.
+# Maximum of `weight`. With `MIN_WEIGHT`, the maximum limits the ratio between two tenants' weights, so that the
+# scheduler can compare seconds divided by weights.
 _MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 1 / _MAX_WEIGHT
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
@@ -62,7 +62,7 @@ _WILDCARDS = re.compile(r"[*?]")
 
 
 def _account_metadata() -> Metadata:
-    """Return the metadata of a key that holds a user or group: its name, or its number, which is stored as text."""
+    """Return the metadata of a key that holds the name or number of a user or group; a number is stored as text."""
     names, numbers = text(limits.MAX_NAME_BYTES)["field_type"], integer(0, 2**32 - 2)["field_type"]
 
     def check(value: Any) -> str:
@@ -166,12 +166,12 @@ class TenantConfig:
         return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
 
     def look_up_identities(self, base: Path, problems: ErrorCollector) -> Identities:
-        """Return the ids of the tenant's users and groups, and its keys; errors are added to `problems`."""
+        """Return the tenant's user ids, group ids and public keys; errors are added to `problems`."""
         return look_up(self.uids, self.groups, self.keys, base, problems)
 
 
 def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str, TenantConfig]:
-    """Return the tenants by name; errors are added to `problems`.
+    """Return the tenants by name, with their identities looked up; errors are added to `problems`.
 
     Args:
         content: the parsed TOML.
@@ -179,7 +179,7 @@ def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str
         problems: as in `toml_schema.read_table`.
 
     Raises:
-        FieldError: the content is not a set of tables, or there are too many tables.
+        FieldError: `content` is not a table with tables [tenants.NAME], or has too many tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [tenants.NAME]")
@@ -218,7 +218,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
-    """Check that no identity belongs to two tenants, and that there are not too many keys to pass to the proxies."""
+    """Check that no identity is in two tenants, and that the ZeroMQ proxies can take the number of keys."""
     if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
         yield FieldError(f"expected at most {limits.MAX_KEYS} keys in all tenants together, got {count}")
     for name, error in find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):
@@ -230,7 +230,7 @@ def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterat
 
 
 def is_exact_name(pattern: str) -> bool:
-    """Return whether a pattern matches a single name only."""
+    """Return whether a pattern has no wildcards, and so matches only one name."""
     return not _WILDCARDS.search(pattern)
 
 
@@ -259,13 +259,13 @@ def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
 T = TypeVar("T")
 
 
-# The next id, 2**32 - 1, means "no id" to the kernel.
+# Maximum user or group id. The next number, 2**32 - 1, means "no id" to the kernel.
 _MAX_ID = 2**32 - 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """The identities of a tenant without duplicates, in the order of the file, each with its spelling in the file."""
+    """The user ids, group ids and public keys of a tenant without duplicates, each with its spelling in the file."""
 
     users: Mapping[int, str]
     groups: Mapping[int, str]
@@ -275,7 +275,7 @@ class Identities:
 def look_up(
     uids: Iterable[str], groups: Iterable[str], keys: Iterable[str], base: Path, problems: ErrorCollector
 ) -> Identities:
-    """Return the identities with these names; errors are added to `problems`. Key files are relative to `base`."""
+    """Look up users, groups and key files, whose paths are relative to `base`; errors are added to `problems`."""
     return Identities(
         _look_up_all(uids, find_user_id, "uids", problems),
         _look_up_all(groups, find_group_id, "groups", problems),
@@ -311,7 +311,7 @@ def read_public_key(path: Path) -> str:
         return read_public(path)
     except KeyFileError as error:
         text = str(error)
-        # The text contains the path, which may have unprintable characters.
+        # The error text contains the path of the file, which may have unprintable characters.
         raise FieldError(text if text.isprintable() else ascii(text)[1:-1]) from None
 
 
@@ -334,10 +334,10 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
 
 
 def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iterator[tuple[str, FieldError]]:
-    """Yield an error, with its tenant, for each identity that an earlier tenant has already.
+    """Yield the tenant's name and an error for each identity that an earlier tenant already has.
 
     Args:
-        identities_by_tenant: by tenant, its identities and their spelling.
+        identities_by_tenant: for each tenant, the identities of one kind and their spelling in the file.
     """
     tenant_by_identity: dict[T, str] = {}
     for name, each in identities_by_tenant.items():

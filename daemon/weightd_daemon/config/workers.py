@@ -18,13 +18,13 @@ _EXPECTED = f"integer, 1 to {_MAX_WORKERS}, or a table with min and max"
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """The bounds of a number of workers that follows the load.
+    """The range of the number of workers, which weightd adapts to the load.
 
     Attributes:
-        min: the workers on each device that always run.
-        max: the most workers on each device.
-        idle: the seconds without a request after which a further worker is stopped. The default is long compared with
-            the pauses of interactive use, and the start of a worker takes only milliseconds.
+        min: the minimum number of workers on each device.
+        max: the maximum number of workers on each device.
+        idle: seconds without a request after which a worker beyond `min` is stopped. The default is longer than usual
+            pauses of interactive use.
     """
 
     min: int = field(metadata=_COUNT)
@@ -39,7 +39,7 @@ _RANGE_KIND = record(WorkerRange)["field_type"]
 
 
 def field_metadata() -> dict[str, FieldType]:
-    """Return the metadata of the dataclass field."""
+    """Return the dataclass metadata that parses the field `workers`."""
     items = limits.CONTAINER_ITEMS + schema.max_record_items(WorkerRange)
     return {"field_type": FieldType(_check, _check, _to_plain, _EXPECTED, items=items)}
 

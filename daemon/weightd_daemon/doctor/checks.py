@@ -1,4 +1,4 @@
-"""Checks of a host: each inspects facts about the host and decides what they mean for sharing weights."""
+"""Checks of a host: each inspects facts about the host and decides whether the host can share weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Check = Callable[[Host], Verdict]
 
 _CARD_PATTERN = re.compile(r"/dev/v?davinci\d+")
 
-# Version files of CANN, the newest layout first; {machine} as in `uname -m`.
+# Paths of CANN's version files in different releases, the newest release first; {machine} as in `uname -m`.
 _CANN_VERSION_FILES = (
     "usr/local/Ascend/cann/{machine}-linux/ascend_toolkit_install.info",
     "usr/local/Ascend/ascend-toolkit/latest/{machine}-linux/ascend_toolkit_install.info",
@@ -39,10 +39,11 @@ _CANN_VERSION_FILES = (
 # The first version of MindSpore Lite that can share weights between processes.
 _MIN_LIBRARY_VERSION = (2, 7)
 
-# Versions of CANN that published lists name for each version of MindSpore, with which MindSpore Lite is released.
+# For each version of MindSpore Lite, the version of CANN that published lists name for the same version of MindSpore.
 _CANN_BY_MINDSPORE: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
 
-# The vendor's documents about the calls for sharing memory, by the prefix of the chip's name.
+# Prefixes of chip names. Chips that the vendor's documents list as able to share memory between processes; chips on
+# which the documents contradict each other; chips that only the driver's source lists.
 _LISTED_CHIPS = ("Ascend910B", "Ascend910_93")
 _CONTRADICTORY_CHIPS: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
 _SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
@@ -59,7 +60,7 @@ _DROP_IN_ADVICE = "review the drop-in weightd.service.d/ascend.conf and install 
 
 
 def _install_hint(python: str) -> str:
-    """Return the command that installs the daemon's version; no package registry has weightd."""
+    """Return the command that installs the daemon's version of weightd from a checkout: no registry has weightd."""
     return f"{python} -m pip install ./weightd, from a checkout of version {VERSION}"
 
 
@@ -82,14 +83,14 @@ def _check_interpreter(host: Host) -> Verdict:
 
 
 def _check_process_exits(_: Host) -> Verdict:
-    """Report how the daemon detects the exit of a process; both ways are equally good."""
+    """Report how the daemon detects the exit of a process: by pidfds or by threads. Both ways are equally good."""
     reason = exit_watch.unavailable_reason()
     way = f"a thread waits for each process, because pidfds are unavailable: {reason}" if reason else "pidfds"
     return passed(f"Linux {platform.release()}: {way}")
 
 
 def _check_service(host: Host) -> Verdict:
-    """Report whose environment, user and devices the checks use; check that a service can access the cards."""
+    """Report whether the checks use a service's environment or this shell's; check a service's access to cards."""
     unit = host.unit
     if isinstance(unit, OSError):
         found = f"{unit}: checked the environment and the user of this shell"
@@ -107,7 +108,7 @@ def _check_service(host: Host) -> Verdict:
 
 
 def _denied_nodes(unit: SystemdUnit) -> list[str]:
-    """Return the needed nodes that DeviceAllow= lacks; empty if it has a class ("char-...") of unknown members."""
+    """Return the needed nodes that DeviceAllow= lacks; none if a device class ("char-...") in it may contain them."""
     if unit.allowed_devices is None or any(each.startswith("char-") for each in unit.allowed_devices):
         return []
     has_card = any(_CARD_PATTERN.fullmatch(each) for each in unit.allowed_devices)
@@ -172,7 +173,7 @@ def _check_driver(host: Host) -> Verdict:
 
 
 def _check_cann(host: Host) -> Verdict:
-    """Check the version of CANN, and whether published lists name it together with the library's version."""
+    """Check whether published lists name the version of CANN together with the version of MindSpore Lite."""
     home, machine = host.environment.get("ASCEND_HOME_PATH", ""), platform.machine()
     if home and not (host.root / home.lstrip("/")).is_dir():
         return failed(f"ASCEND_HOME_PATH is {home}, which does not exist", _SOURCE_CANN_ADVICE)
@@ -201,7 +202,7 @@ def _check_cann(host: Host) -> Verdict:
 
 
 def _check_libascendcl(host: Host) -> Verdict:
-    """Check that the runtime library beneath MindSpore Lite can be loaded."""
+    """Check that CANN's runtime library, which MindSpore Lite uses, can be loaded."""
     error = host.report.error("libascendcl")
     if error:
         return failed(error, _SOURCE_CANN_ADVICE)
@@ -209,7 +210,7 @@ def _check_libascendcl(host: Host) -> Verdict:
 
 
 def _check_chip(host: Host) -> Verdict:
-    """Report what the vendor documents about this kind of card; if the self-test has run, its result decides."""
+    """Check whether this kind of card can share memory: by the self-test, or otherwise by the vendor's documents."""
     soc, shared = host.soc, host.sharing_result(BUILD)
     kind = soc or "chip of unknown name"
     test = "test it with weightd doctor --model FILE.mindir"
@@ -231,7 +232,7 @@ def _check_chip(host: Host) -> Verdict:
 
 
 def _check_current_pid(host: Host) -> Verdict:
-    """Check that the library reports the driver's number of a process, which whitelists of processes consist of."""
+    """Check that the library reports the driver's number of a process, with which the driver permits sharing."""
     error = host.report.error("current_pid")
     if error:
         return failed(error, "see the lines above")
@@ -247,7 +248,7 @@ def _check_current_pid(host: Host) -> Verdict:
 
 
 def _check_devices(host: Host) -> Verdict:
-    """Check that the device exists."""
+    """Check that the selected device exists."""
     error = host.report.error("devices")
     if error:
         return failed(
@@ -282,7 +283,7 @@ def _check_memory(host: Host) -> Verdict:
 
 
 def _check_processes(host: Host) -> Verdict:
-    """Check that the device accepts more processes; the limit is lower in a virtual machine."""
+    """Check that the device accepts more processes. In a virtual machine, a device accepts fewer processes."""
     count, device = host.count_processes(host.device), host.device
     limit, hint = MAX_PROCESSES, ""
     if host.is_virtual_machine:
@@ -335,7 +336,7 @@ def _parse_version(version: str) -> tuple[int, ...]:
 
 
 INDEPENDENT_CHECKS: Mapping[str, Check] = {INTERPRETER: _check_interpreter, PROCESS_EXITS: _check_process_exits}
-"""The checks that need no Ascend hardware or software, in their order."""
+"""The checks that need no Ascend hardware or software, by name in the order of the report."""
 
 CHECKS: Mapping[str, Check] = {
     "service": _check_service,
@@ -351,4 +352,4 @@ CHECKS: Mapping[str, Check] = {
     "processes": _check_processes,
     "virtual instance": _check_virtual_instance,
 }
-"""The checks of a host with cards, in their order."""
+"""The checks of a host with Ascend cards, by name in the order of the report."""

@@ -21,7 +21,7 @@ _NO_ASCEND = "no Ascend on this host"
 
 def run(options: argparse.Namespace) -> int:
     """Run the checks, print the verdicts, and return the exit status."""
-    # Exit through SystemExit, as on Ctrl-C, so that blocks that own processes and files clean up.
+    # Turn these signals into SystemExit, so that `with` blocks end their processes and remove their files.
     for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _on_signal)
     findings = check_host(Host(options))
@@ -34,13 +34,13 @@ def _on_signal(number: int, _: object) -> None:
 
 
 def check_host(host: Host) -> Findings:
-    """Return the verdict of each check. On a host without Ascend, most checks are not testable."""
+    """Run all checks and return their verdicts. On a host without Ascend, most checks are not testable."""
     findings: dict[str, Verdict] = {name: check(host) for name, check in checks.INDEPENDENT_CHECKS.items()}
     selected = dict(checks.CHECKS) if host.options.ranks is None else {**checks.CHECKS, **ranks.CHECKS}
     if host.has_ascend:
         return {**findings, **{name: check(host) for name, check in selected.items()}, **host.sharing}
     findings["ascend"] = untestable(_NO_ASCEND_DETAIL, _NO_ASCEND_ADVICE)
     for name, check in selected.items():
-        # The check of a rank table does not depend on the host.
+        # A rank table can be checked without Ascend.
         findings[name] = check(host) if name == ranks.TABLE else untestable(_NO_ASCEND)
     return {**findings, **(sharing.not_run(_NO_ASCEND) if host.options.model else {})}

@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 
 EXIT_NOTHING_TESTABLE = 69  # EX_UNAVAILABLE
 
-# These checks are independent of Ascend: a host on which only they pass has nothing to test.
+# Names of the checks that do not need Ascend. If only these checks pass, the host has nothing of Ascend to test.
 INTERPRETER = "interpreter"
 
 PROCESS_EXITS = "process exits"
@@ -41,8 +41,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         result: the result of the check.
-        detail: the facts that were found, in figures where possible.
-        advice: how to fix the problem; empty for a passed check, and if the advice of another check covers it.
+        detail: the facts that the check has found, as numbers where possible.
+        advice: how to fix the problem; "" for a passed check, and if another check gives the same advice.
     """
 
     result: CheckResult
@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 Findings = Mapping[str, Verdict]
-"""The verdicts by check; the names of the checks do not change between releases."""
+"""The verdicts by the name of the check. The names of checks stay the same in later releases."""
 
 
 def passed(detail: str) -> Verdict:
@@ -65,12 +65,12 @@ def failed(detail: str, advice: str) -> Verdict:
 
 
 def untestable(detail: str, advice: str = "") -> Verdict:
-    """Return the verdict of a check without a result; without advice if another check gives it."""
+    """Return the verdict of a check that has no result; without `advice` if another check gives the same advice."""
     return Verdict(CheckResult.NOT_TESTABLE, detail, advice)
 
 
 def exit_status(findings: Findings) -> int:
-    """Return 1 if a check has failed, 69 if nothing of Ascend could be tested, otherwise 0."""
+    """Return the exit status: 1 if a check has failed, 69 if no check of Ascend could be run, otherwise 0."""
     if any(each.result is CheckResult.FAIL for each in findings.values()):
         return EXIT_FAILED
     passed_names = {name for name, each in findings.items() if each.result is CheckResult.PASS}
@@ -78,7 +78,7 @@ def exit_status(findings: Findings) -> int:
 
 
 def render_table(findings: Findings) -> str:
-    """Return a line for each check, with its advice below, and a last line with the number of each result."""
+    """Return a line for each check with the advice below, and a last line with the number of checks by result."""
     result_width = max(len(each.value) for each in CheckResult)
     name_width = max(map(len, findings), default=0)
     margin = " " * (result_width + name_width + 2 * len(_COLUMN_GAP))

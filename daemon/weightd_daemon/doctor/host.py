@@ -1,8 +1,8 @@
-"""The host under test: facts that several checks use, each read at its first use.
+"""The host under test: facts that several checks use. Each fact is read when a check first needs it.
 
-Device nodes are inspected, but never opened, because the driver counts processes that open them. The paths of files are
-the defaults of the vendor's installers. In a container, any of them can be missing: it often has only the device nodes
-and a few files of its host.
+Device nodes are inspected, but never opened, because the driver counts processes that open device nodes. The paths of
+files are the defaults of the vendor's installers. In a container, any file can be missing: a container often has only
+the device nodes and a few files of its host.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from weightd_daemon.doctor.selftest import sharing
 from weightd_daemon.doctor.service import RunCommand, ServiceUser, SystemdUnit, run_for_output
 from weightd_daemon.engines import ranktable
 
-# Device nodes needed beside the card: the device manager, shared virtual memory, and the channel from host to card.
+# Device nodes that a process needs in addition to the card: the device manager, shared virtual memory, and the channel
+# between host and card.
 REQUIRED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
-# The vendor numbers virtual instances from 100: physical id * 16 + 100 and up.
+# Lowest number of a virtual instance's device node. The first instance of a card has the number 100 + 16 * physical id.
 FIRST_VIRTUAL_ID = 100
 
 _CARD_PATTERN = re.compile(r"(v?)davinci(\d+)")
@@ -81,7 +82,7 @@ class DeviceNode(NamedTuple):
 
 
 class NpuInfo(NamedTuple):
-    """A row of `npu-smi info -m`: the NPU and chip of a logical device."""
+    """A row of `npu-smi info -m`: the numbers of a card's NPU and chip, and the card's logical number."""
 
     npu_id: int
     chip_id: int
@@ -94,7 +95,7 @@ class Host:
     Args:
         options: the options of the command line.
         root: the directory below which files are searched.
-        run_command: runs npu-smi and systemctl.
+        run_command: the function that runs npu-smi and systemctl.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class Host:
     def unit(self) -> SystemdUnit | OSError:
         """The systemd unit of weightd, or the error if the unit is unavailable.
 
-        The user of the doctor has sourced CANN's set_env.sh in a shell, but the service has not. So if systemd has a
-        unit, the checks use the unit's environment, user and devices.
+        The shell of the doctor's user may have sourced CANN's set_env.sh, but the service does not get this
+        environment. So if systemd has a unit, the checks use the unit's environment, user and devices.
         """
         try:
             return service.read_unit(self.options.unit, self.root, self.run_command)
@@ -129,12 +130,12 @@ class Host:
 
     @cached_property
     def report(self) -> InterpreterReport:
-        """The report of the model's interpreter on itself and its cards."""
+        """The report of the model's Python interpreter on its packages, libraries and cards."""
         return interpreter.run_report(self.options.python, self.device, self.options.limit, self.environment)
 
     @property
     def soc(self) -> str:
-        """The name of the chip."""
+        """The name of the card's chip; "" if unknown."""
         return str(self.report.value("soc", "name") or "")
 
     @cached_property
@@ -153,7 +154,7 @@ class Host:
 
     @property
     def cards(self) -> list[DeviceNode]:
-        """The nodes that are cards or virtual instances."""
+        """The device nodes of cards and of virtual instances of cards."""
         return [each for each in self.nodes if each.is_card]
 
     @cached_property
@@ -168,18 +169,18 @@ class Host:
         return tuple(NpuInfo(*map(int, row)) for row in rows if len(row) == 3 and all(cell.isdigit() for cell in row))
 
     def npu(self, device: int) -> NpuInfo | None:
-        """Return the NPU and chip of a device of this environment; None if npu-smi does not list the device."""
+        """Return the NPU and chip of device number `device` in this environment; None if npu-smi does not list it."""
         if isinstance(self.npus, OSError):
             return None
         card = self.card_number(device)
         return next((npu for npu in self.npus if npu.logic_id == card), None)
 
     def card_number(self, device: int) -> int | None:
-        """Return the physical number of a device of this environment; None if the device does not exist."""
+        """Return the physical number of device number `device` in this environment; None if there is no such device."""
         return ranktable.physical_id(device, self.environment.get("ASCEND_RT_VISIBLE_DEVICES", ""))
 
     def count_processes(self, device: int) -> int | OSError:
-        """Return how many processes npu-smi lists on a device, or the error if that is unknown."""
+        """Return the number of processes that npu-smi lists on a device, or an error if the number is unknown."""
         npu = self.npu(device)
         if npu is None:
             return self.npus if isinstance(self.npus, OSError) else OSError(f"npu-smi lists no device {device}")
@@ -187,7 +188,8 @@ class Host:
             text = self.run_command(["npu-smi", "info", "-t", "proc-mem", "-i", str(npu.npu_id)])
         except OSError as error:
             return error
-        # Lines of processes, or a line that there are no processes, followed by a line with their chip.
+        # For each chip, npu-smi prints a line for each process, or one line if the chip has no processes, and then the
+        # chip.
         count = 0
         for line in text.splitlines():
             count += len(re.findall(r"Process id\s*:\s*\d+", line, re.IGNORECASE))
@@ -200,7 +202,7 @@ class Host:
 
     @cached_property
     def install_info(self) -> Mapping[str, str]:
-        """The values that the driver's installer has written, by lower-case name: the case differs between releases."""
+        """The settings that the driver's installer has written, by lower-case name, because releases differ in case."""
         try:
             lines = (self.root / _INSTALL_INFO).read_text("utf-8", "replace").splitlines()
         except OSError:
@@ -215,7 +217,7 @@ class Host:
         return self.read_version([f"{directory}/driver/version.info"])
 
     def read_version(self, files: Iterable[str]) -> str:
-        """Return the first version found in these files, with the path of its file; "" if none of them has one."""
+        """Return the first version in these files, with the path of the file; "" if no file contains a version."""
         for file in (self.root / each.lstrip("/") for each in files):
             try:
                 match = _VERSION_PATTERN.search(file.read_text("utf-8", "replace"))
@@ -227,7 +229,7 @@ class Host:
 
     @cached_property
     def is_virtual_machine(self) -> bool:
-        """Whether the CPU reports a hypervisor. Only x86-64 has that flag: other virtual machines are not detected."""
+        """Whether the CPU reports a hypervisor. Only x86-64 CPUs do, so other virtual machines are not detected."""
         try:
             text = (self.root / "proc/cpuinfo").read_text("utf-8", "replace")
         except OSError:
@@ -248,5 +250,5 @@ class Host:
         return sharing.check_sharing(self.options, self.environment, self.report)
 
     def sharing_result(self, name: str) -> CheckResult:
-        """Return the result of a check of the self-test; NOT_TESTABLE if the self-test did not reach the check."""
+        """Return the result of the self-test's check `name`; NOT_TESTABLE if the self-test did not reach this check."""
         return self.sharing[name].result if name in self.sharing else CheckResult.NOT_TESTABLE

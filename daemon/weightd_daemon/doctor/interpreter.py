@@ -1,4 +1,4 @@
-"""Report of a model's interpreter on itself and its cards, made in a child process that may crash or hang."""
+"""Report of a model's interpreter on its packages and cards. It runs in a child process, which may crash or hang."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from weightd_daemon.platform.exit_cause import describe_status
 
 _LOG_TAIL_LINES = 4
 
-# Allows for imports from a cold disk and for a slow start of the driver.
+# Maximum seconds of a report. Imports from a disk without cache and the start of the driver may take long.
 _MAX_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class InterpreterReport:
-    """Report of `python -m weightd_worker.report`.
+    """The output of `python -m weightd_worker.report`.
 
     Attributes:
-        steps: the values of each completed step, by name; a failed step has the value `error`.
+        steps: by the name of the step, the values that each completed step has reported; a failed step has only
+            `error`.
         unfinished_step: the step during which the process ended; "" if no step was interrupted.
         exit_description: how the process ended, in words; "" if it succeeded.
-        log_tail: the last lines that the process and its libraries have logged.
+        log_tail: the last lines in the log of the process and its libraries.
     """
 
     steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
@@ -39,7 +40,7 @@ class InterpreterReport:
         return self.steps.get(step, {}).get(name)
 
     def error(self, step: str) -> str:
-        """Return why a step has no values; "" if it has."""
+        """Return the reason why a step has no values; "" if the step has values."""
         if step in self.steps:
             return str(self.steps[step].get("error", ""))
         if step == self.unfinished_step:
@@ -52,7 +53,7 @@ class InterpreterReport:
 
 
 def run_report(python: str, device: int, limit_s: float, environment: Mapping[str, str]) -> InterpreterReport:
-    """Run the interpreter and return its report, after at most `limit_s` seconds."""
+    """Run the interpreter and return its report, which is incomplete if the process took longer than `limit_s`."""
     argv = [python, "-m", "weightd_worker.report", "--device", str(device), "--parent", str(os.getpid())]
     timeout_s = min(limit_s, _MAX_TIMEOUT_S)
     with tempfile.TemporaryFile() as log:

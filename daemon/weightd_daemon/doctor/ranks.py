@@ -1,4 +1,4 @@
-"""Checks of the requirements of ranks beyond their cards: HCCL's library, addresses, a free port and a rank table."""
+"""Checks of the requirements of ranks: cards, HCCL's library, addresses of the cards, a free port and a rank table."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HCCL_LIBRARY = "libhccl.so"
 
 _HCCN_CONF = "/etc/hccn.conf"
 
-# Far more than the file needs for the cards of the largest host.
+# Maximum bytes of /etc/hccn.conf. The file of the largest host needs far less.
 _MAX_CONF_BYTES = 1024 * 1024
 
-# Directories of CANN's libraries; they differ between its versions.
+# Directories of libraries in CANN's home, which differ between CANN's versions.
 _HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
 
 _HCCL_PORT = ranktable.DEFAULT_PORT
@@ -32,7 +32,7 @@ _NO_CARD = "no card found"
 
 
 def _cards(host: Host) -> dict[str, int | None]:
-    """Return the physical numbers of the selected cards, by name in the order of ranks; None for a missing card."""
+    """Return the physical number of each selected card by name, in the order of ranks; None for a missing card."""
     if not host.has_ascend:
         return {}
     devices = host.options.ranks or range(_device_count(host) or 0)
@@ -45,7 +45,7 @@ def _device_count(host: Host) -> int | None:
 
 
 def _addresses(host: Host) -> Mapping[int, str] | OSError:
-    """Return the addresses of the cards by physical number, or the error if the file cannot be read."""
+    """Return the addresses of all cards by physical number, or the error if /etc/hccn.conf cannot be read."""
     try:
         with (host.root / _HCCN_CONF.lstrip("/")).open("rb") as file:
             return ranktable.parse_addresses(file.read(_MAX_CONF_BYTES).decode("utf-8", "replace"))
@@ -54,14 +54,14 @@ def _addresses(host: Host) -> Mapping[int, str] | OSError:
 
 
 def _known_addresses(host: Host) -> dict[str, str]:
-    """Return the address of each selected card; "" if it has none or the address is unknown."""
+    """Return the address of each selected card; "" for a card whose address is missing or unknown."""
     addresses = _addresses(host)
     known: Mapping[int, str] = {} if isinstance(addresses, OSError) else addresses
     return {name: known.get(-1 if number is None else number, "") for name, number in _cards(host).items()}
 
 
 def _check_hccl_library(host: Host) -> Verdict:
-    """Check that HCCL is installed, which the graph engine loads even for one card. The check does not load it."""
+    """Check, without loading, that HCCL's library is installed; the graph engine loads it even for one card."""
     directories = list(dict.fromkeys(_library_dirs(host.environment)))
     for path in (f"{each.rstrip('/')}/{_HCCL_LIBRARY}" for each in directories):
         if (host.root / path.lstrip("/")).is_file():
@@ -75,7 +75,7 @@ def _check_hccl_library(host: Host) -> Verdict:
 
 
 def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield the directories that the loader searches, and the directories that CANN's set_env.sh would add."""
+    """Yield the loader's directories of libraries, and further directories that CANN's set_env.sh would add."""
     yield from (each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each.startswith("/"))
     home = environment.get("ASCEND_HOME_PATH", "").rstrip("/")
     if home:
@@ -125,7 +125,7 @@ def _check_addresses(host: Host) -> Verdict:
 
 
 def _check_port(host: Host) -> Verdict:
-    """Check that HCCL's port of each card is free. The port is on the card: the host only sees the card's processes."""
+    """Check that HCCL's port on each card is free. The host cannot see a card's ports, only the card's processes."""
     counts = {name: host.count_processes(int(name.partition(":")[2])) for name in _cards(host)}
     used_counts = [f"{count} on {name}" for name, count in counts.items() if isinstance(count, int) and count]
     unknown_counts = [f"{name} are unknown: {count}" for name, count in counts.items() if isinstance(count, OSError)]
@@ -179,4 +179,4 @@ CHECKS = {
     "hccl port": _check_port,
     TABLE: _check_rank_table,
 }
-"""The checks of ranks, in their order."""
+"""The checks of ranks, by name in the order of the report."""

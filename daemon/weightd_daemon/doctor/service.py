@@ -27,13 +27,13 @@ _PROPERTIES = (
     "DeviceAllow",
 )
 
-# PATH of a service whose unit does not set it; see systemd.exec(5).
+# PATH of a service whose unit does not set PATH; see systemd.exec(5).
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 
 _IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
 
 RunCommand = Callable[[list[str]], str]
-"""Runs a command and returns its output; raises OSError with the reason if the command fails."""
+"""A function that runs a command and returns its output, or raises OSError with the reason of the failure."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class SystemdUnit:
 
     Attributes:
         name: the name of the unit.
-        environment: the environment of the unit's processes, including its environment files.
+        environment: the environment variables of the unit's processes, including those from its environment files.
         unreadable_files: environment files that could not be read.
         user: the user of the processes; "" for root.
-        groups: names of the groups that the processes get in addition to the user's groups.
+        groups: names of additional groups of the processes, besides the user's groups.
         hides_devices: whether the unit has PrivateDevices=yes.
         allowed_devices: the device nodes that the processes may open; None if they may open all.
     """
@@ -69,10 +69,10 @@ class ServiceUser:
 
 
 def read_unit(name: str, root: Path, run_command: RunCommand) -> SystemdUnit:
-    """Return a unit as systemd reports it.
+    """Return a service unit as systemd reports it.
 
     Raises:
-        OSError: the unit or systemd does not exist; the text names the cause.
+        OSError: systemd does not run here, or has no such unit; the text names the cause.
     """
     if not name:
         raise OSError("no unit was named")
@@ -107,7 +107,7 @@ def read_unit(name: str, root: Path, run_command: RunCommand) -> SystemdUnit:
 def user_of(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
     """Return the user of the unit's processes; without a unit, the user of this process.
 
-    Return an error if a user or group of the unit does not exist on this host.
+    If the user or a group of the unit does not exist on this host, return an error.
     """
     if isinstance(unit, OSError):
         uid = os.geteuid()
@@ -125,7 +125,7 @@ def user_of(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
 
 
 def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the assignments in an environment file; assignments over several lines are not supported."""
+    """Yield the variables in an environment file of systemd; values over several lines are not supported."""
     for line in text.splitlines():
         key, sign, value = line.strip().partition("=")
         if sign and not key.startswith(("#", ";")):

@@ -1,7 +1,7 @@
-"""MindSpore Lite: its specification, and the options of the table [models.NAME.mindspore_lite] with their conflicts.
+"""MindSpore Lite: its specification, and the table of options [models.NAME.mindspore_lite] with the checks.
 
-The library silently ignores settings that it cannot use, so settings without an effect are rejected here, with the
-reason.
+The library silently ignores settings that it cannot use. So this module rejects settings without an effect, and names
+the reason.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BIND_SLOW_CORES = 2
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _FILE_KEYS = ("config_file", "dec_key_file")
 
-# The library also reads these keys from its configuration file, but weightd decides which processes share weights.
+# Settings that are rejected in MindSpore Lite's configuration file: weightd decides which processes share weights.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 
@@ -79,7 +79,7 @@ class MindSporeLiteOptions(EngineOptions):
         return dataclasses.replace(self, **paths)
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
-        """Yield the options that conflict or would have no effect."""
+        """Yield an error for each option that conflicts with another option or would have no effect."""
         on_cards = not all(map(is_cpu, devices))
         for key, reason in (
             *(_no_effect_on_cards(self) if on_cards else _no_effect_on_cpu(self)),
@@ -90,7 +90,7 @@ class MindSporeLiteOptions(EngineOptions):
             yield _field_error(key, reason)
 
     def file_problems(self) -> Iterator[FieldError]:
-        """Yield the problems of the files that the options name; the content of the key file is not read."""
+        """Yield the errors in the files that the options name, without reading the content of the key file."""
         for key in _FILE_KEYS:
             path: str = getattr(self, key)
             if path:
@@ -102,7 +102,7 @@ class MindSporeLiteOptions(EngineOptions):
                     yield _field_error(key, f"{path}: {error.strerror}")
 
     def _check_file(self, key: str, path: Path) -> None:
-        # The path of the key must not be a link: the owner and mode of the link's target could differ.
+        # The path of the key file must not be a link, because the owner and mode of the link's target could differ.
         status = path.lstat() if key == "dec_key_file" else path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise _field_error(key, f"{path}: expected a regular file")
@@ -112,7 +112,8 @@ class MindSporeLiteOptions(EngineOptions):
             _check_config(key, path, self.provider)
 
 
-# Measured with 2.0.0, which holds several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
+# Measured with version 2.0.0, which holds several copies of the weights at the same time: a build of 192 MiB of
+# matrices takes 6.0 times this size.
 SPEC = EngineSpec(
     "mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, can_run_on_cards=True, build_factor=6.5
 )
@@ -194,7 +195,7 @@ def _check_config(key: str, path: Path, provider: str) -> None:
 
 
 def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the section, name and value of each setting in a configuration file of the library.
+    """Yield the section, name and value of each setting in a configuration file of MindSpore Lite.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,7 +1,7 @@
-"""ONNX Runtime: its specification, for the CPU and without options, and the checks of ONNX files.
+"""ONNX Runtime, which runs models on the CPU: its specification, and the checks of ONNX files.
 
-The checks do not use the library, which has further limits and may still reject a file that passes. `weightd check
---load` finds these.
+The checks do not use the library. The library has further limits and may reject a file that passes the checks; `weightd
+check --load` finds such files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DIM_VALUE = 1  # in a dimension
 _TENSOR_NAME = 8  # in an initializer
 _VALUES = 1  # in a sparse initializer
 
-# The names by the numbers of TensorProto.DataType; newer types are reported by their numbers.
+# The names of data types by the numbers of TensorProto.DataType. Newer types are reported by number.
 _DATATYPES: Sequence[str] = (
     *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
     *("UINT32", "UINT64", "complex64", "complex128", "BF16"),
@@ -44,12 +44,12 @@ _DATATYPES: Sequence[str] = (
 )
 _NO_WIRE_DATATYPE = f"is not a supported datatype; expected one of {', '.join(ITEM_BYTES)}"
 
-# A dimension is an int64; a negative value means that it is unknown.
+# Lowest unsigned value of a negative int64. A negative dimension means that the dimension is unknown.
 _INT64_SIGN = 2**63
 
 
 class _Tensor(NamedTuple):
-    """An input or output with its dimensions. `unsupported_type` names a type that requests cannot carry, or is ""."""
+    """An input or output with its dimensions; `unsupported_type` is its type if requests cannot carry it, else ""."""
 
     name: str
     unsupported_type: str
@@ -57,7 +57,7 @@ class _Tensor(NamedTuple):
 
 
 def problems(file: BinaryIO) -> list[str]:
-    """Return why requests for the model in this file cannot be answered, one line for each problem found.
+    """Return the reasons why requests for the model in a file would fail, one line for each.
 
     Raises:
         OSError: the file cannot be read.
@@ -70,7 +70,7 @@ def problems(file: BinaryIO) -> list[str]:
 
 def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
     for graph in _submessages(file, model, _GRAPH):
-        # Before IR version 4, each weight was also listed as an input.
+        # Before IR version 4, a model listed each weight among the inputs, too.
         weights = set(_weight_names(file, graph))
         inputs = (each for each in _submessages(file, graph, _INPUT) if _read_name(file, each, _NAME) not in weights)
         yield from _tensor_list_problems("input", file, inputs)
@@ -78,7 +78,7 @@ def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
 
 
 def _tensor_list_problems(kind: str, file: BinaryIO, spans: Iterator[Span]) -> Iterator[str]:
-    # For a model with too many tensors, the problems of the first ones suffice.
+    # For a model with too many tensors, the errors of the first `MAX_TENSORS` tensors suffice.
     tensors = [_parse_tensor(file, span) for span in itertools.islice(spans, limits.MAX_TENSORS)]
     excess_count = sum(1 for _ in spans)
     if excess_count:
@@ -119,7 +119,7 @@ def _parse_tensor(file: BinaryIO, span: Span) -> _Tensor:
 
 def _unsupported_datatype(element: object) -> str:
     name = _DATATYPES[element] if isinstance(element, int) and element < len(_DATATYPES) else f"datatype {element}"
-    # The engine determines a type that the file leaves undefined.
+    # A type that the file leaves undefined (0) is no error: the engine determines the type.
     return "" if name in ITEM_BYTES or element == 0 else name
 
 
@@ -136,7 +136,7 @@ def _weight_names(file: BinaryIO, graph: Span) -> Iterator[str]:
 
 
 def _read_name(file: BinaryIO, message: Span, number: int) -> str:
-    """Return the name, truncated after the first byte beyond the limit."""
+    """Return the name in field `number` of a message; a too long name is cut to `limits.MAX_NAME_BYTES` + 1 bytes."""
     name = ""
     for start, end in _submessages(file, message, number):
         file.seek(start)
@@ -148,6 +148,6 @@ def _submessages(file: BinaryIO, message: Span, number: int) -> Iterator[Span]:
     return (value for key, value in fields(file, *message) if key == number and isinstance(value, tuple))
 
 
-# Measured: 1.1 for matrices in raw bytes. Weights that the library repacks, or reads from numeric fields, take memory
-# twice.
+# Measured: a build takes 1.1 times the size of matrices in raw bytes. Weights that the library repacks, or reads from
+# numeric fields, take twice their size.
 SPEC = EngineSpec("onnxruntime", suffix=".onnx", build_factor=2.0, template_threads=1, find_problems=problems)

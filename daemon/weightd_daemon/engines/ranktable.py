@@ -1,8 +1,8 @@
-"""The rank tables of HCCL, the vendor's communication library, for ranks on this host; and the limits of Ascend cards.
+"""Rank tables of HCCL, the communication library of Ascend cards, for ranks on one host; and limits of these cards.
 
-HCCL expects every value of a table as text, rereads a table that is not "completed" for half an hour, and finds most
-errors only when ranks connect. So a table from the user is checked by the same rules as a table that weightd generates,
-before any process starts. This module does no I/O.
+HCCL expects every value of a table as text, rereads a table whose status is not "completed" for half an hour, and finds
+most errors only when ranks connect. So weightd checks a user's table before any process starts. This module does no
+I/O.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from weightd_protocol.schema import FieldError, describe_value, short_repr
 DEFAULT_PORT = 16666
 MAX_PORT = 65535
 
-# Maximum size of a rank table file: more than the table of the largest rank group needs.
+# Maximum bytes of a rank table file; more than the table of the largest rank group needs.
 MAX_BYTES = 1024 * 1024
 
 SUFFIX = ".json"
 
-# Version 1.2 adds super pods to 1.0. Version 1.1 is for heterogeneous hosts, and a table without a version has another
-# format altogether.
+# Supported versions. Version 1.2 adds super pods to version 1.0. Version 1.1 is for heterogeneous hosts; tables without
+# a version have another format.
 _VERSIONS = ("1.0", "1.2")
 _COMPLETED = "completed"
 _MAX_SERVER_ID = 64
 
-# The numbers that HCCL accepts: without sign or space, and with no more digits than any value needs.
+# Form of the numbers that HCCL accepts: without sign or space. No value needs more than six digits.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _ADDRESS = re.compile(r"address_(0|[1-9][0-9]{0,3})\s*=\s*(\S+)\s*")
 
@@ -40,9 +40,9 @@ class RankDevice(NamedTuple):
     """The card of one rank of a group.
 
     Attributes:
-        physical_id: the physical number: N of /dev/davinciN.
+        physical_id: the physical number of the card: N of /dev/davinciN.
         ip: the address of the card's network port; "" if unknown.
-        port: the port on which its communication listens; 0 for HCCL's default.
+        port: the port of the card on which HCCL listens for the other ranks; 0 for HCCL's default.
     """
 
     physical_id: int
@@ -55,7 +55,7 @@ class RankTable(NamedTuple):
 
     Attributes:
         devices: the card of each rank, in the order of ranks.
-        server: the only host that it names.
+        server: the id of the only host in the table.
     """
 
     devices: tuple[RankDevice, ...]
@@ -66,9 +66,9 @@ class RankTable(NamedTuple):
 
 
 def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
-    """Return the rank table of a group whose ranks have these devices, all on this host.
+    """Return the text of the rank table for a rank group on one host; `devices` has the card of each rank.
 
-    The table contains the addresses only if all are known; on one host, HCCL does not need them.
+    The table contains the addresses of the cards only if all are known; on one host, HCCL needs no addresses.
     """
     has_ips = all(each.ip for each in devices)
     entries: list[dict[str, str]] = []
@@ -89,7 +89,7 @@ def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
 
 
 def parse_addresses(hccn_conf: str) -> dict[int, str]:
-    """Return the addresses in the text of /etc/hccn.conf, by the physical number of the card."""
+    """Return the addresses of cards in the text of /etc/hccn.conf, by the physical number of the card."""
     matches = (_ADDRESS.fullmatch(line.strip()) for line in hccn_conf.splitlines())
     return {int(match.group(1)): match.group(2) for match in matches if match and is_address(match.group(2))}
 
@@ -107,17 +107,17 @@ def is_address(text: str) -> bool:
 
 
 def path_problems(path: str) -> Iterator[str]:
-    """Yield why HCCL would not read a table at this path, with links resolved: it accepts only one `.json` in it."""
+    """Yield an error if HCCL would reject the path of a table, with links resolved: it may contain `.json` once."""
     if not path.endswith(SUFFIX) or path.count(SUFFIX) > 1:
         yield f"expected a path with {SUFFIX} once, at its end, got {path!r}"
 
 
 def parse(text: str) -> RankTable:
-    """Return the content of a rank table.
+    """Parse a rank table and return its content.
 
     Raises:
-        FieldError: HCCL would reject the table, wait for it, or not run it on one host. The error has the path of the
-            field.
+        FieldError: HCCL would reject the table, wait until it is completed, or need several hosts. The error has the
+            path of the field.
     """
     try:
         content: Any = json.loads(text)
@@ -142,8 +142,8 @@ def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iter
 
     Args:
         table: the parsed table.
-        devices: the physical number of each rank's card, in the order of ranks, by the name in the configuration; None
-            if no card is known by that name.
+        devices: by the device's name in the configuration, in the order of ranks, the physical number of the rank's
+            card; None if the card is unknown.
     """
     if len(table.devices) != len(devices):
         yield f"expected {len(devices)} ranks, as devices has, got {len(table.devices)}"
@@ -154,7 +154,7 @@ def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iter
 
 
 def _parse_head(table: Mapping[str, Any]) -> bool:
-    """Check the fields before the servers; return whether the servers are in super pods."""
+    """Check the version, status and number of servers; return whether the table has super pods."""
     version = _get_text(table, "version")
     if version not in _VERSIONS:
         raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {short_repr(version)}").at(".version")
@@ -219,7 +219,7 @@ def _check_unique(rank: int, device: RankDevice, ranks: Mapping[int, RankDevice]
 
 
 def _check_pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check that each server belongs to a super pod."""
+    """Check that the super pods contain all servers of the table, and no others."""
     pod_servers: list[str] = []
     for index, each in enumerate(_get_list(table, "super_pod_list")):
         with _error_at(f".super_pod_list[{index}]"):
@@ -275,15 +275,16 @@ def _get_value(table: Mapping[str, Any], key: str) -> Any:
     return table[key]
 
 
-# From aclcppdevg_000222, for training cards and 800I A2; other hosts allow 64, virtual machines 32.
+# Maximum number of processes on a card, from the vendor's document aclcppdevg_000222: 63 on training cards and 800I A2,
+# 64 on other hosts, 32 in virtual machines.
 MAX_PROCESSES = 63
 MAX_PROCESSES_IN_VM = 32
 
-# On cards, only processes that the holder knew at its build can attach, so the successor of a lost worker must be one
-# of these.
+# Spares of a model on cards. Only processes that existed when the holder built the model can attach on a card, so a
+# spare must replace a lost worker.
 DEFAULT_SPARES = 1
 
-# Shared weights take whole huge pages of the card, and one more even if they fit exactly.
+# Size of the card's huge pages. Shared weights take whole huge pages, and one more even if they fill the pages exactly.
 _HUGE_PAGE_BYTES = 2 * MIB
 
 
@@ -293,9 +294,10 @@ def card_bytes(weight_bytes: int) -> int:
 
 
 def physical_id(device: int, visible: str) -> int | None:
-    """Return the host's number of a device that a process numbers within ASCEND_RT_VISIBLE_DEVICES.
+    """Return the physical number of the card that a process sees as number `device`.
 
-    `visible` is the value of that variable. Return None if the list is too short or its entry is not a number.
+    `visible` is the value of ASCEND_RT_VISIBLE_DEVICES, the list of visible cards; "" means all cards. Return None if
+    the list is too short or the entry is not a number.
     """
     if not visible.strip():
         return device

@@ -1,4 +1,4 @@
-"""The specification of an engine: the models and devices that it supports, and the checks that need no import of it."""
+"""The specification of an engine: the models and devices that it supports, and checks without importing the engine."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _Options = TypeVar("_Options", bound="EngineOptions")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The keys of a model for its engine alone, each with a default. Most engines have none."""
+    """The keys of a model that only its engine uses, each with a default. Most engines have no such keys."""
 
     def resolve_paths(self: _Options, base: Path) -> _Options:
-        """Return the options with absolute paths; `base` is the directory of relative ones."""
+        """Return the options with absolute paths; relative paths are relative to `base`."""
         del base
         return self
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
-        """Yield the conflicts among the options, without reading files; the path of each error begins with the key.
+        """Yield an error for each conflict of options, without reading files; the error's path begins with the key.
 
         Args:
             devices: the devices on which the model runs.
-            sharing: "on" if the weights must be shared; otherwise options that prevent sharing are allowed.
+            sharing: the model's key `sharing`. "on" forbids options that prevent sharing; other values allow them.
         """
         del devices, sharing
         return iter(())
 
     def file_problems(self) -> Iterator[FieldError]:
-        """Yield the problems of the files that the options name; the content of secret files is not read."""
+        """Yield the errors in the files that the options name, without reading the content of secret files."""
         return iter(())
 
     def to_json(self) -> str:
-        """Return the options that differ from their defaults, as a worker expects them. Files are given by path."""
+        """Return the options that differ from their defaults as JSON for a worker, with the paths of files."""
         default = type(self)()
         non_defaults = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
         return json.dumps(non_defaults, sort_keys=True)
@@ -54,18 +54,18 @@ class EngineSpec:
     """The specification of one engine.
 
     Attributes:
-        name: the name in the configuration and for workers.
-        suffix: the suffix of its model files.
-        options: the class of its options; the table in the configuration has the name of the engine.
-        can_run_on_cards: whether it runs on cards; every engine runs on the CPU.
-        is_ranks_only: whether it runs only the ranks of a model, [models.NAME.ranks].
-        has_broker: whether its ranks find each other through a broker process.
-        build_factor: the most memory that a process takes while it builds on the CPU, as a multiple of the bytes of the
+        name: the name of the engine in the configuration and on the command line of workers.
+        suffix: the suffix of the engine's model files.
+        options: the class of the engine's options; their table in the configuration has the name of the engine.
+        can_run_on_cards: whether the engine runs on cards; every engine runs on the CPU.
+        is_ranks_only: whether the engine runs only models with ranks, [models.NAME.ranks].
+        has_broker: whether ranks of the engine find each other through a broker process.
+        build_factor: the maximum memory of a process while it builds a model on the CPU, divided by the size of the
             model's files.
-        template_threads: the most threads of a predict for which a process that has built a model has only one thread,
-            so that workers may be forked from it; 0 for an engine without templates.
-        find_problems: returns why requests for a model file cannot be answered, one line for each problem, as far as
-            that is known without the library. Raises OSError if the file cannot be read.
+        template_threads: maximum of the model's key `threads` with which a holder has only one thread after its build,
+            so that workers can be forked from it; 0 for an engine without templates.
+        find_problems: checks a model file without the engine's library; returns a line for each reason why requests for
+            the model would fail. Raises OSError if the file cannot be read.
     """
 
     name: str
@@ -79,5 +79,5 @@ class EngineSpec:
     find_problems: Callable[[BinaryIO], list[str]] = _no_problems
 
     def can_run_on(self, device: str) -> bool:
-        """Return whether models of this engine can run on the device of that name."""
+        """Return whether models of this engine can run on a device."""
         return self.can_run_on_cards or is_cpu(device)

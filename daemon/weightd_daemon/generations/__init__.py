@@ -1,1 +1,5 @@
-"""Generations: copies of a model's weights with their processes. They decide without I/O, from events and the clock."""
+"""Generations: numbered copies of a model's weights, each with its processes.
+
+The classes of this package perform no I/O. The daemon passes them events and the time, and performs the actions that
+they request.
+"""

@@ -1,4 +1,4 @@
-"""The actions that a generation requests; the daemon performs them."""
+"""The actions that a generation requests and that the daemon performs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ class Role(enum.Enum):
 
     HOLDER = "holder"
     WORKER = "worker"
-    RANK = "rank"  # has a slice of the model, and runs each predict with the other ranks of its group
-    BROKER = "broker"  # lets the ranks of its group find each other; serves no requests
+    RANK = "rank"  # holds a slice of the model and runs each predict with the other ranks of its group
+    BROKER = "broker"  # lets the ranks of its group find each other, and serves no requests
 
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Take the snapshot of the source, and report `on_snapshot_taken` or `fail`."""
+    """Take a snapshot of the model files that the generation loads.
+
+    The daemon then calls `on_snapshot_taken` of the generation, or `fail` if the snapshot cannot be taken.
+    """
 
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a child; `template` is the holder from which it is forked, or ""."""
+    """Start a child process. If `template` is not "", it names the holder from which the child is forked."""
 
     name: str
     role: Role
@@ -34,7 +37,7 @@ class Spawn:
 
 @dataclass(frozen=True)
 class Send:
-    """Send an order to a child."""
+    """Send an order to the child process with this name."""
 
     name: str
     order: Build | ContinueSelfTest | AllowAttach | Attach | JoinGroup | RunSelfTest | TrimStore | Stop
@@ -42,7 +45,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a child; `abort`: with a signal that makes it log its stacks."""
+    """Kill the child process with this name; with `abort`, by a signal on which the child logs its stacks."""
 
     name: str
     abort: bool = False
@@ -64,7 +67,7 @@ class RemoveSlot:
 
 @dataclass(frozen=True)
 class DeleteFiles:
-    """Delete the files of the generation, which has ended."""
+    """Delete the page store, the logs and the other files of the generation, which has ended."""
 
 
 Action = TakeSnapshot | Spawn | Send | Kill | AddSlot | RemoveSlot | DeleteFiles

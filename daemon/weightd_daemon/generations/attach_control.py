@@ -1,4 +1,4 @@
-"""The access to a generation's weights: which workers may attach and when, and whether the weights are valid."""
+"""Decides which workers may attach to a generation's weights, and records when the weights become invalid."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from weightd_daemon.generations.states import (
 )
 from weightd_protocol.messages.worker import AllowAttach, Attach, AttachAllowed, TrimStore
 
-# The time within which a holder must reply to AllowAttach; it has nothing else to do.
+# Seconds that the daemon waits for a holder's reply to `AllowAttach`. After that, no further worker can attach.
 ALLOW_TIMEOUT_S = 10.0
 
-# The events by which a resuming daemon reaches each persisted state.
+# For each state that a state file may contain: the events that lead to the state from OPEN. `restore` replays them.
 _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
     AttachState.OPEN: (),
     AttachState.FORK_ONLY: (AttachEvent.FORK,),
@@ -32,24 +32,26 @@ _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
     AttachState.FROZEN: (AttachEvent.FIX_PIDS, AttachEvent.LOSE_HOLDER),
 }
 
-# The states that can be persisted. A pending request to the holder cannot, because its result would be lost.
+# The values of the states that a state file may contain. ALLOW_PENDING is stored as LISTED: the holder replies to the
+# daemon that has asked, so the next daemon has to ask again.
 PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
 class AttachControl(Machine[AttachState, AttachEvent]):
-    """Controls which workers attach to the weights of one generation.
+    """Decides which workers may attach to the weights of one generation, and when.
 
     Args:
-        label: the label of the generation.
-        processes: the children of the generation.
-        emit: receives the actions.
-        logger: the logger of the generation.
+        label: the name of the generation, for the log.
+        processes: the processes of the generation.
+        emit: called with each action that the daemon has to perform.
+        logger: logs the events of the generation.
         attach_limit: returns how many workers may attach at the same time; at least one.
 
     Attributes:
-        closed_reason: why no more workers may attach, in the states CLOSED, ORPHANED and FILES_LOST.
-        required_holder: the name of the holder without which the weights are invalid; "" if they do not depend on one.
-        deadline: until when the holder may answer a request to allow a process (monotonic seconds).
+        closed_reason: why no further worker may attach; set in the states CLOSED, ORPHANED and FILES_LOST.
+        required_holder: the name of the holder whose exit makes the weights invalid; "" if the weights remain valid.
+        deadline: when the holder must have replied to `AllowAttach`, in monotonic seconds; infinity if the daemon waits
+            for no reply.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self.required_holder = ""
         self.deadline = FOREVER
         self._requested_worker = ""
-        # Whether a process may have attached since the page store was last trimmed.
+        # Whether the holder has built or a worker has attached since the page store was last trimmed.
         self._should_trim = False
         self._processes = processes
         self._emit = emit
@@ -74,40 +76,52 @@ class AttachControl(Machine[AttachState, AttachEvent]):
 
     @property
     def is_fork_only(self) -> bool:
-        """Whether workers are forked from the holder."""
+        """Whether new workers can only be forked from the holder."""
         return self.state is AttachState.FORK_ONLY
 
     @property
     def is_attach_closed(self) -> bool:
-        """Whether lost workers cannot be replaced."""
+        """Whether no further worker can attach, so that lost workers cannot be replaced."""
         return self.state in ATTACH_CLOSED
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the workers continue without their holder."""
+        """Whether the holder is lost and the existing workers continue without it."""
         return self.state is AttachState.FROZEN
 
     @property
     def is_valid(self) -> bool:
-        """Whether the weights are valid, as far as that is known."""
+        """Whether the weights are valid, as far as the daemon knows."""
         return self.state is not AttachState.INVALID
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
-        """Return whether answers may be passed on: not if the weights are invalid or the required holder is exiting."""
+        """Return whether the daemon may send the workers' results to clients.
+
+        It must not if the weights are invalid, or if the required holder has begun to exit.
+
+        Args:
+            is_alive: returns whether the process with this name has not begun to exit.
+        """
         return self.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def require(self, holder: WorkerProcess, *, can_outlive_holder: bool) -> None:
-        """Record the holder of shared weights as required if the weights become invalid without it."""
+        """Record `holder` as the required holder if the weights that it shares become invalid when it exits.
+
+        Args:
+            holder: the holder.
+            can_outlive_holder: whether the configuration lets workers use the weights after the holder has exited.
+        """
         must_outlive = holder.hello is not None and holder.hello.sharing_traits.holder_must_outlive
         if must_outlive and not can_outlive_holder:
             self.required_holder = holder.name
 
     def on_hello(self, *, has_fixed_pids: bool) -> None:
-        """Handle the HELLO of a process.
+        """Handle the HELLO message of a process.
 
-        Workers may attach at once, unless the engine must know at the build which pids will attach (`has_fixed_pids`).
+        A worker may attach at once, unless the engine has to know the pids of all workers when the holder builds
+        (`has_fixed_pids`).
         """
         if self.state is AttachState.OPEN and has_fixed_pids:
             self.advance(AttachEvent.FIX_PIDS)
@@ -115,13 +129,18 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             self.admit_greeted()
 
     def admit_greeted(self) -> None:
-        """Allow all workers that are up to attach: the engine allows any, or the build order lists them."""
+        """Allow the workers that have sent HELLO to attach: the engine accepts any, or `Build` lists their pids."""
         for worker in self._processes.usable(Role.WORKER):
             if worker.state is ChildState.GREETED:
                 worker.advance(ChildEvent.ADMIT)
 
     def on_built(self, *, is_shared: bool, is_template: bool = False) -> None:
-        """Record that the holder has built; if it shares nothing, any worker may load."""
+        """Handle the holder's report that it has built the model.
+
+        Args:
+            is_shared: whether the holder shares the weights. If not, every worker may load its own.
+            is_template: whether workers are forked from the holder.
+        """
         self._should_trim = True
         if is_template:
             self.advance(AttachEvent.FORK)
@@ -134,7 +153,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self._should_trim = True
 
     def on_allowed(self, allowed: AttachAllowed) -> None:
-        """Handle the holder's reply to the request to allow a process that it did not know at its build."""
+        """Handle the holder's reply to `AllowAttach`: whether a worker may attach that was unknown at the build."""
         if self.state is not AttachState.ALLOW_PENDING:
             return
         worker = self._processes.children.get(self._requested_worker)
@@ -146,14 +165,14 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             worker.advance(ChildEvent.ADMIT)
 
     def on_holder_lost(self) -> None:
-        """Close the access if attaching or forking needs the holder; the existing workers continue."""
+        """Let no further worker attach if attaching needs the holder, which is lost. Existing workers continue."""
         if self.is_fork_only:
             self._close_attach(AttachEvent.ORPHAN, "the template has exited, and workers can only be forked from it")
         elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
             self.advance(AttachEvent.LOSE_HOLDER)
 
     def on_files_lost(self, reason: str) -> None:
-        """Close the access, because files that a worker loads have vanished; the existing workers continue."""
+        """Let no further worker attach, because files that workers load have vanished. Existing workers continue."""
         if self.is_valid and not self.is_attach_closed:
             self._close_attach(AttachEvent.LOSE_FILES, reason)
 
@@ -163,17 +182,23 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             self.advance(AttachEvent.INVALIDATE)
 
     def tick(self, now: float) -> None:
-        """Close the access if the holder has not replied in time."""
+        """Let no further worker attach if the holder has not replied to `AllowAttach` in time."""
         if now >= self.deadline:
             self._close_attach(AttachEvent.REFUSE, f"the holder has not replied for {ALLOW_TIMEOUT_S:g} s")
 
     # --- actions ------------------------------------------------------------------------------------------------
 
     def attach_next(self, order: Attach, now: float, timeout_s: float) -> None:
-        """Order further workers to attach, each within `timeout_s` seconds, up to the limit of simultaneous attaches.
+        """Order waiting workers to attach, up to the limit of simultaneous attaches.
 
-        Each attach loads the model before it shares, so the limit bounds the peak of memory. Workers of the previous
-        daemon that may still reconnect take precedence.
+        Each worker loads the model before it shares the weights, so the limit bounds the peak of memory. No worker
+        attaches while a worker of the previous daemon may still reconnect. Before a worker attaches that the holder did
+        not know at its build, the holder is asked to allow it.
+
+        Args:
+            order: the order to attach, which contains the handle of the weights.
+            now: the time (monotonic seconds).
+            timeout_s: the seconds within which each worker must attach.
         """
         waiting = ChildState.ADMITTED, ChildState.GREETED
         if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
@@ -190,7 +215,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
                 free_count -= 1
 
     def stop_unattachable(self, now: float) -> None:
-        """Stop workers that can never attach, because they only take memory."""
+        """Stop workers that can never attach and only take memory."""
         unattachable_states = [
             ChildState.SPAWNED,
             ChildState.GREETED,
@@ -201,9 +226,10 @@ class AttachControl(Machine[AttachState, AttachEvent]):
                 self._processes.stop(worker, now)
 
     def trim_store(self, *, is_shared: bool) -> None:
-        """Order a process to release the pages of the store that only attaching needs, because no attach is due.
+        """Order a process to release the pages of the page store that are only read when a worker attaches.
 
-        The order goes to the holder or, without one, to a worker that shares the weights.
+        Called when no worker has to attach. The order goes to the holder or, without a holder, to a worker that shares
+        the weights.
         """
         if self._should_trim:
             self._should_trim = False
@@ -227,17 +253,17 @@ class AttachControl(Machine[AttachState, AttachEvent]):
 
     @property
     def persisted_state(self) -> str:
-        """The value from which the next daemon can `restore` the state."""
+        """The value for the state file, from which the next daemon can `restore` the state."""
         state = AttachState.LISTED if self.state is AttachState.ALLOW_PENDING else self.state
         return str(state.value)
 
     def restore(self, persisted_state: str, closed_reason: str) -> None:
-        """Restore the state that the previous daemon has persisted."""
+        """Restore the state and the reason that the previous daemon has stored."""
         for event in _RESTORE_EVENTS[AttachState(persisted_state)]:
             self.advance(event)
         self.closed_reason = closed_reason
 
     def advance(self, event: AttachEvent) -> None:
-        """Change the state, which ends any pending request to the holder."""
+        """Change the state by an event. The daemon then no longer waits for a reply to `AllowAttach`."""
         super().advance(event)
         self._requested_worker, self.deadline = "", FOREVER

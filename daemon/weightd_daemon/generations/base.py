@@ -1,7 +1,7 @@
-"""The life cycle that all generations share, whether their processes are a holder and its workers or ranks.
+"""The life cycle that both kinds of generations share: a holder with its workers (`Generation`), and a `RankGroup`.
 
-A generation makes decisions without I/O: it receives events and the clock, and returns `Action`s. It touches no
-process, socket or file. The abstract methods of this module are the steps in which the two kinds differ.
+A generation decides without I/O: the daemon passes events and the time to its methods, and performs the `Action`s that
+the generation requests. The abstract methods are the steps in which the two kinds differ.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import Built, ChildMessage, Hello, ProcessFailed, Reconnected
 from weightd_protocol.version import VERSION
 
-# The least time until HELLO: an interpreter on a loaded machine needs seconds to import an engine. The import of CANN
-# and the digest of the model, which also precede HELLO, may take as long as a build, so a longer load_timeout applies.
+# Minimum seconds that a new process has until its HELLO message. An interpreter on a loaded machine needs seconds to
+# import an engine. Before HELLO, a process may also import CANN (Ascend's libraries) and compute the digest of the
+# model, which can take as long as a build. So a process has `load_timeout` if that is longer.
 HELLO_TIMEOUT_S = 60.0
 
 
 def one_after_another(generation: GenerationView) -> int:
-    """Return 1 as the number of workers that may attach at once, which is safe if the free memory is unknown."""
+    """Return 1, the number of workers that may attach at once if the free memory is unknown."""
     del generation
     return 1
 
 
 @dataclass(frozen=True)
 class GenerationSetup:
-    """The arguments from which a generation is made.
+    """The arguments of a generation's constructor.
 
     Attributes:
         label: the name of the generation: the model's name and a number that is never used again.
         spec: the configuration of the generation.
-        device: the device of the generation and of its processes, unless its spec lists other devices.
-        source: the model files that it loads.
-        number: the number in the label.
-        counters: counts starts, losses and failures of its processes.
+        device: the device on which the processes run, unless `spec` lists other devices.
+        source: the model files that the processes load.
+        number: the number at the end of `label`.
+        counters: counts starts, losses and failures of the processes.
         attach_limit: returns how many workers of the generation may attach at the same time; at least one.
     """
 
@@ -72,17 +73,17 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
     """The read-only view of a generation: its processes and its state.
 
     Args:
-        setup: the arguments of the generation; most are attributes here, too.
+        setup: the arguments of the generation; most of them are also attributes of this class.
 
     Attributes:
         processes: the processes of the generation.
         children: every live process, by name, in the order in which they were started.
         attach_control: tracks which workers may attach, and whether the weights are valid.
-        sha256: the digest of the model, once the snapshot is taken.
-        built: the description of the model from the holder or the ranks, once they have loaded it.
-        device_usage: the memory that one process takes on the card beside the weights.
+        sha256: the digest of the model; "" before the snapshot is taken.
+        built: the description of the model that the holder or the ranks have sent after loading; None before.
+        device_usage: the memory that one process takes on its card in addition to the weights.
         failure: why the generation has failed, or has fewer workers than configured.
-        worker_target: the number of workers on each device that should serve now.
+        worker_target: the number of workers on each device that should serve requests now.
     """
 
     def __init__(self, setup: GenerationSetup) -> None:
@@ -114,12 +115,12 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def cause(self) -> str:
-        """Why the generation has failed, or has fewer workers than configured, as text."""
+        """The text of `failure`, for users."""
         return str(self.failure)
 
     @property
     def next_tick_at(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
+        """When the daemon has to call `tick`, in monotonic seconds."""
         due_at = min((child.deadline for child in self.children.values()), default=float("inf"))
         return min(due_at, self.attach_control.deadline) if self.state in ACTIVE else due_at
 
@@ -130,12 +131,12 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the generation serves with all configured processes, or with all that it can have for now."""
+        """Whether the generation serves with all configured processes, or with as many as can be started for now."""
         return self.state is GenerationState.SERVING
 
     @property
     def is_reconnecting(self) -> bool:
-        """Whether the generation was resumed, and a process may still reconnect."""
+        """Whether the generation was taken over from the previous daemon, and a process may still reconnect."""
         return self.state in ACTIVE and self.processes.count(ChildState.AWAITED) > 0
 
     @property
@@ -145,7 +146,7 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def wanted_process_count(self) -> int:
-        """The number of workers and spares on all devices that are wanted now, or the number of ranks."""
+        """The number of workers and spares that should run now on all devices, or the number of ranks."""
         return self.spec.process_count_with(self.worker_target)
 
     @property
@@ -156,43 +157,43 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
     @property
     @abc.abstractmethod
     def progress(self) -> str:
-        """A text that describes the current activity."""
+        """The current activity as a text for users, such as "attaching 1/4"."""
 
     def built_model(self, index: int) -> Built | None:
-        """Return the description of the model with this index in a shared process; None before it has loaded."""
-        del index  # a generation of one model
+        """Return the description of a model, by its index in its model group; None before the model has loaded."""
+        del index  # only a rank group can serve several models
         return self.built
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
-        """Return the `extra` of a log record about this generation or one of its children."""
+        """Return the `extra` of a log record about this generation, or about the process with the name `child`."""
         return self._log.log_extra(child)
 
 
 class GenerationBase(GenerationView):
     """The life cycle of a generation, which turns events and the clock into `Action`s."""
 
-    # The states in which `on_hung` ends a child; in other states only its deadline does.
+    # The states in which `on_hung` ends a child. In any other state, a child is only ended when its deadline passes.
     _watched_states = frozenset({ChildState.READY, ChildState.STOPPING})
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin with the request for a snapshot."""
+        """Request a snapshot of the model files, the first step of a generation."""
         self._actions.append(TakeSnapshot())
         self._log_progress()
 
     def on_resumed(self) -> None:
-        """Continue a generation that an earlier daemon has loaded; it serves once its processes have reconnected."""
+        """Continue a generation that an earlier daemon has loaded. It serves once its processes have reconnected."""
         self.advance(GenerationEvent.RESUME)
 
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
     ) -> None:
-        """Start the processes on the snapshot.
+        """Start the processes, which load the snapshot.
 
         Args:
             sha256: the digest of the model.
-            now: the clock.
+            now: the time (monotonic seconds).
             selftest: the self-test that an earlier generation has found, or None.
             slice_digests: the digest of each rank's slice, if the model is divided among ranks.
         """
@@ -203,7 +204,7 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def on_message(self, name: str, message: ChildMessage, now: float) -> None:
-        """Handle a message from a child about itself: that it is up, has loaded, or has failed."""
+        """Handle a message from a child about its own state, such as `Hello`, `Built` or `ProcessFailed`."""
         child = self.children.get(name)
         if child is None:
             return
@@ -221,21 +222,21 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
-        """Give up a child after a failed predict that may have damaged its model; `reason` is the error."""
+        """Give up a child, because a predict that failed with the error `reason` may have damaged the child's model."""
         child = self.children.get(name)
         if child is not None:
             self._on_leaving(child, reason, now)
             self._reconcile(now)
 
     def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
-        """End a child that does not answer any more. `has_answered`: it had answered a request before."""
+        """End a child that no longer replies. `has_answered`: whether the child had answered a request before."""
         child = self.children.get(name)
         if child is not None and child.state in self._watched_states:
             self._on_hung(child, reason, now, has_answered=has_answered)
             self._reconcile(now)
 
     def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
-        """Handle the exit of a child that has been waited for. `has_answered`: it had answered a request before."""
+        """Handle the exit of a child. `has_answered`: whether the child had answered a request before."""
         child = self.children.get(name)
         if child is not None:
             previous_state = child.state
@@ -245,14 +246,14 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """Accept no more work and shut down; running batches may take `timeout_s` seconds more."""
+        """Shut the generation down. Its running batches have `timeout_s` seconds in addition to the stop timeout."""
         self.processes.limit_stops(now, timeout_s)
         if self.state in ACTIVE:
             self.advance(GenerationEvent.DRAIN)
         self._reconcile(now)
 
     def fail(self, reason: FailureReason, now: float) -> None:
-        """Fail the generation, and shut down all its processes."""
+        """Mark the generation as failed, and shut down all its processes."""
         if self.state in ACTIVE:
             self.failure = reason
             self._count_lost()
@@ -260,9 +261,9 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def tick(self, now: float) -> None:
-        """End children that exceed their deadlines, and start the processes that are due."""
+        """End the children whose deadlines have passed, and start the processes that are due."""
         for child in list(self.children.values()):
-            # A child that was ended together with an earlier one in this loop has no deadline left.
+            # When the loop ends a child, other children may be killed, too. Their deadlines are then infinite.
             if now >= child.deadline and child.state is ChildState.ABORTED:
                 self.processes.kill(child)
             elif now >= child.deadline:
@@ -270,7 +271,7 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def take_actions(self) -> list[Action]:
-        """Return the pending actions in order, and clear them."""
+        """Return the actions that the daemon has to perform, in order, and clear the list."""
         actions = list(self._actions)
         self._actions.clear()
         return actions
@@ -289,65 +290,68 @@ class GenerationBase(GenerationView):
         self._on_greeted(hello, now)
 
     def _stop(self, child: WorkerProcess, now: float) -> None:
-        """Order a child to exit, or kill it if its weights are invalid and its answers would be discarded."""
+        """Order a child to exit. If the weights are invalid, kill the child, because its results would be discarded."""
         if self.attach_control.is_valid:
             self.processes.stop(child, now)
         else:
             self.processes.kill(child)
 
     def _count_lost(self) -> None:
-        """Count the processes that are lost with the generation."""
+        """Count the processes that are lost because the generation fails."""
         self.processes.counters.on_lost(self.processes.count(*USABLE))
 
     def _log_progress(self) -> None:
         self._log.log_progress(self.progress, has_failed=self.state is GenerationState.FAILED)
 
-    # --- steps of each kind -------------------------------------------------------------------------------------
+    # --- steps of subclasses ------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """Start the processes, because the snapshot exists."""
+        """Start the processes after the snapshot was taken."""
 
     def _hello_mismatch(self, child: WorkerProcess, hello: Hello) -> str:
-        """Return why a child with this HELLO is not the one that was started, or ""."""
-        del child  # all processes load the same model
+        """Return why this HELLO message shows that the child cannot be used, or ""."""
+        del child  # all children load the same model
         return hello_mismatch(hello, self.sha256)
 
     @abc.abstractmethod
     def _on_greeted(self, hello: Hello, now: float) -> None:
-        """Handle the valid HELLO of a child."""
+        """Handle the HELLO message of a child, which `_hello_mismatch` has checked."""
 
     @abc.abstractmethod
     def _on_load_message(self, child: WorkerProcess, message: ChildMessage, now: float) -> None:
-        """Handle a message of this kind of process, or an unexpected one."""
+        """Handle a message that this kind of generation expects while it loads, or an unexpected message."""
 
     @abc.abstractmethod
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """Handle a child that is READY; `step` is the last step that it has run for the previous daemon."""
+        """Handle a child that has become READY. `step`: the last step that a rank has run for the previous daemon."""
 
     @abc.abstractmethod
     def _on_process_failed(self, child: WorkerProcess, failure: ProcessFailed, now: float) -> None:
-        """Handle the report of a child that it cannot do its work."""
+        """Handle the report of a child that it has failed."""
 
     @abc.abstractmethod
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        """Handle a failed predict of a child, which may have damaged its model."""
+        """Give up a child, because a failed predict may have damaged the child's model."""
 
     @abc.abstractmethod
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """Handle a child that does not answer any more or exceeds its deadline."""
+        """End a child that no longer replies or whose deadline has passed."""
 
     @abc.abstractmethod
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a child; `loss` describes it as an unexpected one."""
+        """Handle the exit of a child. `loss` describes the exit for the case that it was unexpected."""
 
     @abc.abstractmethod
     def _reconcile(self, now: float) -> None:
-        """Bring the actual state closer to the wanted one, and log the progress; called after each event."""
+        """Request the actions that lead from the actual state to the wanted one, and log the progress.
+
+        Called after each event.
+        """
 
 
 def hello_mismatch(hello: Hello, sha256: str) -> str:
-    """Return why a child with this HELLO must not load a model of this digest, or ""."""
+    """Return why a child that has sent this HELLO message must not load the model with this digest, or ""."""
     worker_version = hello.versions.get("weightd", "unknown")
     if worker_version != VERSION:
         return (

@@ -1,4 +1,4 @@
-"""The records of serving generations, from which the next daemon resumes them."""
+"""Records of serving generations in the state file, from which the next daemon takes the generations over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import Built, Hello
 from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text
 
-# A child tries to reconnect many times a second, but not while it is running a predict.
+# Seconds that a child has to reconnect to the next daemon, in addition to the time of one predict. A child tries many
+# times a second, but not while it runs a predict.
 RECONNECT_TIMEOUT_S = 5.0
 
 _PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
@@ -27,9 +28,10 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class ChildRecord:
-    """A persisted holder, broker, READY worker or READY rank, with its device.
+    """The record of a holder, a broker, a READY worker or a READY rank.
 
-    `shared_bytes` and `note` are the process's last report about its weights.
+    `shared_bytes` and `note` are what the process last reported: how many bytes of its memory are shared, and why not
+    more.
     """
 
     name: str = field(metadata=_NAME)
@@ -42,7 +44,7 @@ class ChildRecord:
 
 @dataclass(frozen=True)
 class SealRecord:
-    """The size and modification time of a page store when the holder had exported it."""
+    """The size in bytes and the modification time in ns of a page store, after the holder has written it."""
 
     size: int = field(metadata=_COUNT)
     mtime_ns: int = field(metadata=_COUNT)
@@ -50,10 +52,11 @@ class SealRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """A persisted generation; the fields correspond to the attributes of `Generation` or `RankGroup`.
+    """The record of a generation. The fields correspond to the attributes of `Generation` or `RankGroup`.
 
-    `source` is the number of the source. `attach_closed_reason` says why no worker may attach any more. `models` are
-    the models of a rank group, and empty for workers. `port` is the port of the ranks' communication, or 0.
+    `source` is the number of the model source. `attach_closed_reason` says why no further worker may attach. `models`
+    describes the models of a rank group; it is empty for a holder and its workers. `port` is the port of the ranks'
+    communication library on their cards, or 0.
     """
 
     number: int = field(metadata=_COUNT)
@@ -73,7 +76,7 @@ class GenerationRecord:
 
 
 def record_generation(generation: GenerationBase, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
-    """Return the record for `resume_generation` in the next daemon; None if the generation cannot be resumed."""
+    """Return the record from which the next daemon can resume a generation; None if it cannot be resumed."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
     children = [
@@ -100,7 +103,7 @@ def record_generation(generation: GenerationBase, seal: SealRecord | None, port:
 
 
 def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: float) -> GenerationBase:
-    """Return a generation that the previous daemon has loaded; it serves once its processes have reconnected."""
+    """Return the generation that the previous daemon has recorded. It serves once its processes have reconnected."""
     spec = setup.spec
     generation = (Generation if spec.rank_group is None else RankGroup)(setup)
     generation.sha256, generation.built = record.sha256, record.built
@@ -113,7 +116,7 @@ def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: flo
         child = generation.processes.add(each.name, Role(each.role), each.device)
         child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
         if child.role in (Role.WORKER, Role.RANK):
-            # The process may first have to finish the batches of the previous daemon.
+            # Before it reconnects, the process may have to finish a batch of the previous daemon.
             child.advance(ChildEvent.AWAIT, now + RECONNECT_TIMEOUT_S + spec.predict_timeout)
         else:
             child.advance(ChildEvent.HOLD)

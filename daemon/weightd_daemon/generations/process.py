@@ -16,22 +16,22 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 
 FOREVER = float("inf")
 
-# A child that has been ordered to stop only finishes the batches that it is running.
+# Seconds that a child has to exit after the order to stop. Until then, it only finishes the batches that it is running.
 STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class LossReason:
-    """Why a child is lost.
+    """Why the generation has lost a child process.
 
     Attributes:
-        reason: a text for users.
+        reason: the reason, as a text for users.
         previous_state: the state of the child before the loss.
         has_answered: whether the child had answered a request.
-        is_out_of_memory: whether the card had no free memory, which may be released late.
+        is_out_of_memory: whether the child found no free memory on its card. A later start may find memory.
         has_timed_out: whether the child exceeded its deadline and is being ended.
         is_signaled: whether a signal has ended the child.
-        is_external: whether the child was ended from outside, by a user or the kernel, say.
+        is_external: whether the child was ended from outside, for example by a user or by the kernel.
         is_transient: whether the cause may go away by itself.
     """
 
@@ -73,17 +73,17 @@ class WorkerProcess(Machine[ChildState, ChildEvent]):
     Args:
         name: the name of the process.
         role: the role of the process.
-        deadline: when it has been in its first state for too long (monotonic seconds).
-        extra: the `extra` of its log records.
-        device: the device on which it runs.
+        deadline: when the process must have left its first state, SPAWNED (monotonic seconds).
+        extra: the `extra` of log records about the process.
+        device: the device on which the process runs.
 
     Attributes:
-        deadline: when it has been in its current state for too long (monotonic seconds).
-        hello: its HELLO message, or None before that.
-        ready_at: since when it has been READY (monotonic seconds).
-        shared_bytes: how much of its memory is shared, as the process reported.
-        note: why no more is shared, or "".
-        loss: why it was given up, if that was before it exited.
+        deadline: when the process must have left its current state (monotonic seconds); infinity for no limit.
+        hello: the HELLO message of the process; None before it was received.
+        ready_at: when the process became READY (monotonic seconds).
+        shared_bytes: how many bytes of its memory are shared, as the process has reported.
+        note: why not more bytes are shared, as the process has reported, or "".
+        loss: why the daemon gave the process up before it exited; else None.
     """
 
     def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any], device: str) -> None:
@@ -98,24 +98,24 @@ class WorkerProcess(Machine[ChildState, ChildEvent]):
         self.loss: LossReason | None = None
 
     def advance(self, event: ChildEvent, deadline: float = FOREVER) -> None:
-        """Change the state; the new state may last until `deadline`."""
+        """Change the state by an event. The process must leave the new state by `deadline` (monotonic seconds)."""
         super().advance(event)
         self.deadline = deadline
 
 
 class GenerationProcesses:
-    """The children of one generation, and the children among them that serve requests.
+    """The child processes of one generation, and the slots in which they serve requests.
 
     Args:
-        label: the label of the generation.
-        emit: receives the actions.
-        log_extra: returns the `extra` of a log record.
+        label: the name of the generation.
+        emit: called with each action that the daemon has to perform.
+        log_extra: returns the `extra` of log records about the child with this name.
         counters: counts starts, losses and failures of processes.
         is_joint: whether all ranks together are one slot; otherwise each worker is a slot.
 
     Attributes:
         children: every live child, by name, in the order in which they were started.
-        serving: the workers or ranks that serve requests; other READY workers are spares.
+        serving: the names of the workers or ranks that serve requests; all other READY workers are spares.
         started_workers: how many workers have been started.
         deaths: how many processes exited unexpectedly or had to be killed.
     """
@@ -152,12 +152,12 @@ class GenerationProcesses:
         return sum(child.state in states for child in self.children.values())
 
     def workers_by_device(self) -> Counter[str]:
-        """Return the number of usable workers by device."""
+        """Return the number of workers on each device that have not been ordered to exit."""
         return Counter(worker.device for worker in self.usable(Role.WORKER))
 
     @property
     def holder(self) -> WorkerProcess | None:
-        """The usable holder, or None."""
+        """The holder, unless it has exited or has been ordered to exit; else None."""
         return next(iter(self.usable(Role.HOLDER)), None)
 
     def has(self, role: Role) -> bool:
@@ -171,12 +171,12 @@ class GenerationProcesses:
 
     @property
     def is_all_ready(self) -> bool:
-        """Whether every usable worker is READY."""
+        """Whether every worker is READY that has not been ordered to exit."""
         return all(worker.state is ChildState.READY for worker in self.usable(Role.WORKER))
 
     @property
     def slots(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the processes of each slot that serves requests, in their order, by the name of the slot."""
+        """The names of the processes of each slot that serves requests, in the order of ranks, by the slot's name."""
         if self._is_joint:
             return {self._label: tuple(self.serving)} if self.serving else {}
         return {name: (name,) for name in self.serving}
@@ -190,7 +190,7 @@ class GenerationProcesses:
     def spawn(self, role: Role, deadline: float, device: str, template: str = "") -> None:
         """Start a holder or a worker on a device, forked from `template` unless that is "".
 
-        The process must send HELLO by `deadline`.
+        The process must send HELLO by `deadline` (monotonic seconds).
         """
         self.started_workers += role is Role.WORKER
         self._started_holders += role is Role.HOLDER
@@ -199,18 +199,18 @@ class GenerationProcesses:
         self.start(name, role, deadline, device, template)
 
     def start(self, name: str, role: Role, deadline: float, device: str, template: str = "") -> None:
-        """Start a process of this name."""
+        """Start a process with this name, which must send HELLO by `deadline` (monotonic seconds)."""
         self.counters.on_started()
         self.add(name, role, device, deadline)
         self._emit(Spawn(name, role, template))
 
     def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> WorkerProcess:
-        """Add a process that exists, and return it."""
+        """Add a child process, and return its state machine."""
         child = self.children[name] = WorkerProcess(name, role, deadline, self._log_extra(name), device)
         return child
 
     def fill_slots(self, workers_per_device: int) -> None:
-        """Let READY workers serve until each device has `workers_per_device`, so that spares replace lost workers."""
+        """Let READY workers serve until each device has `workers_per_device`: spares replace lost workers."""
         serving_by_device = Counter(self.children[name].device for name in self.serving)
         for worker in self.usable(Role.WORKER):
             is_free = worker.state is ChildState.READY and worker.name not in self.serving
@@ -225,9 +225,9 @@ class GenerationProcesses:
         self._emit(AddSlot(self._label))
 
     def stop(self, child: WorkerProcess, now: float) -> None:
-        """Order a child to exit."""
+        """Order a child to exit; kill a child that has not sent HELLO."""
         if child.state is ChildState.SPAWNED:
-            # A process that has not sent HELLO may be unable to receive an order.
+            # Before HELLO, a process may not be able to receive orders.
             self.kill(child)
         else:
             self._remove_slot_of(child)
@@ -235,9 +235,9 @@ class GenerationProcesses:
             self._emit(Send(child.name, Stop()))
 
     def limit_stops(self, now: float, timeout_s: float) -> None:
-        """Give stopping children `timeout_s` seconds beyond the stop timeout, now and later.
+        """From now on, give stopping children `timeout_s` seconds in addition to the stop timeout.
 
-        Deadlines that were set before are shortened if necessary, but never extended.
+        A child that is already stopping keeps its deadline if that is earlier.
         """
         self._stop_timeout_s = STOP_TIMEOUT_S + timeout_s
         for child in self.children.values():
@@ -245,13 +245,13 @@ class GenerationProcesses:
                 child.deadline = min(child.deadline, now + self._stop_timeout_s)
 
     def abort(self, child: WorkerProcess, deadline: float) -> None:
-        """End a hung child with a signal that makes it log its stacks; it is killed at `deadline`."""
+        """End a hung child by a signal on which it logs its stacks. At `deadline`, the child is killed."""
         self._remove_slot_of(child)
         child.advance(ChildEvent.ABORT, deadline)
         self._emit(Kill(child.name, abort=True))
 
     def kill(self, *children: WorkerProcess) -> None:
-        """Kill these children, except those already killed."""
+        """Kill these children, except for children that were killed before."""
         for child in children:
             if child.state is not ChildState.KILLED:
                 self._remove_slot_of(child)
@@ -264,7 +264,7 @@ class GenerationProcesses:
         self.counters.on_death()
 
     def on_exit(self, child: WorkerProcess) -> None:
-        """Remove a child that has exited and has been waited for."""
+        """Remove a child that has exited."""
         if self._is_joint:
             self._remove_slot_of(child)
         del self.children[child.name]
@@ -281,10 +281,10 @@ class GenerationProcesses:
 
 
 class DeviceUsage:
-    """The memory that one process takes on a card beside the weights.
+    """The memory that one process takes on a card in addition to the weights.
 
     Attributes:
-        process_bytes: the bytes observed so far, 0 for none.
+        process_bytes: the smallest number of bytes observed so far; 0 before the first observation.
     """
 
     def __init__(self) -> None:
@@ -292,17 +292,17 @@ class DeviceUsage:
         self._free_bytes: int | None = None
 
     def on_built(self, device: DeviceMemory | None) -> None:
-        """Record the free memory after the holder has loaded the weights."""
+        """Record the card's free memory after the holder has loaded the weights. `device` is None on the CPU."""
         self._free_bytes = device.free_bytes if device else None
 
     def on_attached(self, device: DeviceMemory | None) -> None:
-        """Derive the memory of a process from the change of the free memory since the last attach.
+        """Derive the memory of one process from the decrease of the card's free memory since the last attach.
 
-        This is possible because attaches on a card are sequential.
+        Workers attach to a card one after another, so only one process causes the decrease.
         """
         if device is not None:
             used_bytes = 0 if self._free_bytes is None else self._free_bytes - device.free_bytes
-            # The smallest observation counts, because other loads on the card can only increase it.
+            # Other programs on the card can only increase the observed number, so keep the smallest one.
             if used_bytes > 0:
                 self.process_bytes = min(self.process_bytes or used_bytes, used_bytes)
             self._free_bytes = device.free_bytes

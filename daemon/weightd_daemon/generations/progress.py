@@ -1,4 +1,4 @@
-"""Reports about a generation: why it has failed or lacks workers, and its progress in the log."""
+"""Texts about a generation: why it has failed or lacks workers, and its progress in the log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _log = logging.getLogger("weightd.generation")
 
 
 class RetryHint(enum.Enum):
-    """The expected result of another generation after one has failed."""
+    """The expected result of the next generation after a generation has failed."""
 
-    SAME_FAILURE = "same failure"  # the next one would fail in the same way
-    WAIT_FOR_MEMORY = "wait for memory"  # the card had no free memory, and memory may be released late
+    SAME_FAILURE = "same failure"  # the next generation would fail in the same way
+    WAIT_FOR_MEMORY = "wait for memory"  # the card had no free memory; the next generation may find some
     MAY_SUCCEED = "may succeed"  # a signal has ended a process, so the next generation may succeed
 
     @classmethod
     def after(cls, loss: LossReason, *, may_succeed: bool) -> RetryHint:
-        """Return the hint after the loss of a process without which the generation cannot continue."""
+        """Return the hint for a generation that has failed because it lost a process."""
         if loss.is_out_of_memory:
             return cls.WAIT_FOR_MEMORY
         return cls.MAY_SUCCEED if may_succeed else cls.SAME_FAILURE
@@ -38,12 +38,12 @@ class FailureReason:
 
     Attributes:
         reason: the event that caused the failure.
-        child: the name of the process to which it happened, or "".
-        log_tail: the last lines of the process's log, once they are known.
-        prefix: the text before the reason: its consequence.
-        suffix: the text after the reason: a further consequence.
-        retry_hint: the expected result of the next generation, if this one has failed.
-        is_transient: whether the cause may go away by itself, however late.
+        child: the name of the process that failed, or "".
+        log_tail: the last lines of the log of `child`; "" until they are known.
+        prefix: a text before the reason, such as its consequence.
+        suffix: a text after the reason, such as a further consequence.
+        retry_hint: the expected result of the next generation, if this generation has failed.
+        is_transient: whether the cause may go away by itself, even if only after a long time.
     """
 
     reason: str = ""
@@ -58,12 +58,12 @@ class FailureReason:
     def from_loss(
         cls, loss: LossReason, child: str, retry_hint: RetryHint = RetryHint.SAME_FAILURE, *, suffix: str = ""
     ) -> FailureReason:
-        """Return the reason for the loss of a process."""
+        """Return the failure that the loss of the process `child` causes."""
         is_transient = loss.is_transient or loss.is_out_of_memory
         return cls(loss.reason, child, suffix=suffix, retry_hint=retry_hint, is_transient=is_transient)
 
     def with_prefix(self, prefix_text: str) -> FailureReason:
-        """Return this reason with a text before it."""
+        """Return a copy with `prefix_text` before the whole text."""
         return replace(self, prefix=f"{prefix_text}{self.prefix}")
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ class FailureReason:
 
 
 class ProgressLogger:
-    """Logs the events of one generation, each once.
+    """Logs the events of one generation. Repeated progress texts and notes are logged once.
 
     Args:
-        label: the label of the generation.
-        number: the number in its label.
+        label: the name of the generation.
+        number: the number at the end of `label`.
     """
 
     def __init__(self, label: str, number: int) -> None:
@@ -87,17 +87,17 @@ class ProgressLogger:
         self._notes: set[str] = set()
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
-        """Return the `extra` of a log record about this generation or one of its children."""
+        """Return the `extra` of a log record about this generation, or about the process with the name `child`."""
         return subject_extra(self._label.rpartition(".")[0], self._number, child)
 
     def log(self, text: str, child: str = "", *, level: int = logging.WARNING) -> None:
-        """Log an event of the generation or of one of its children."""
+        """Log an event of the generation, or of the process with the name `child`."""
         _log.log(level, "%s: %s", self._label, text, extra=self.log_extra(child))
 
     def log_progress(self, progress: str, *, has_failed: bool) -> None:
-        """Log the progress if it has changed.
+        """Log the progress if it has changed and the generation has not failed.
 
-        The deployment logs failures, together with their consequences.
+        The deployment logs the failure of a generation, together with its consequences.
         """
         if progress != self._progress:
             self._progress = progress
@@ -105,9 +105,9 @@ class ProgressLogger:
                 self.log(progress, level=logging.INFO)
 
     def log_built(self, built: Built, holder: str, spec: GenerationSpec) -> None:
-        """Log that the holder has found no self-test, or shares no weights.
+        """Log what the holder could not do: find a self-test, support rows as configured, or share weights.
 
-        This is a warning only if sharing has failed, not if the model has nothing to share.
+        Unshared weights are a warning only if an attempt to share has failed, not if the model has nothing to share.
         """
         if not built.selftest_digest:
             self.log(f"no self-test: {built.selftest_note}")
@@ -116,21 +116,21 @@ class ProgressLogger:
             self._log_unshared(built.note, holder, logging.WARNING if built.has_sharing_failed else logging.INFO)
 
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
-        """Log why requests cannot be batched or split, if that was configured.
+        """Log why requests cannot be batched or split as configured, if the holder has given a reason.
 
-        This is a warning if the results have to be exact (`is_exact`), or if batching is impossible.
+        The reason is a warning if the results have to be exact (`is_exact`), or if batching is impossible.
         """
         if built.row_support is not None and built.row_support.note:
             is_loss = is_exact or not built.row_support.outputs
             self.log(f"rows of requests: {built.row_support.note}", level=logging.WARNING if is_loss else logging.INFO)
 
     def log_attached(self, built: Built, attached: Attached, worker: str) -> None:
-        """Log that a worker does not share the weights although the holder does."""
+        """Log a warning if a worker does not share the weights although the holder does."""
         if built.shared_bytes and not attached.shared_bytes:
             self._log_unshared(attached.note, worker, logging.WARNING)
 
     def _log_unshared(self, note: str, child: str, level: int) -> None:
-        """Log each reason once, however many workers report it."""
+        """Log why a process shares no weights. Each reason is logged once, even if several processes report it."""
         note = note or "weights are not shared"
         if note not in self._notes:
             self._notes.add(note)
@@ -138,7 +138,7 @@ class ProgressLogger:
 
 
 def describe_selftest(built: Built | None) -> str:
-    """Return the inputs of a model's self-test, or why it has none; "" before that is known."""
+    """Return the inputs of a model's self-test as a text, or why it has none; "" before the model has been built."""
     if built is None:
         return ""
     return describe_cases(built.selftest_cases) if built.selftest_digest else f"none: {built.selftest_note}"
@@ -149,7 +149,7 @@ class UnmergedPrincipal(NamedTuple):
 
     Attributes:
         name: the name of the tenant or the user.
-        note: how the results differed.
+        note: how the results in shared batches differed from the results of single rows.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""The checks of a rank group: whether its ranks agree, which models they have loaded, and which loss caused the others.
+"""Checks of a rank group: whether its ranks agree, which models they have loaded, and which loss was the first.
 
-Processes that compute together fail together, so the first loss that the daemon observes need not be the first that
-happened. A process that exited by itself, before the daemon killed the others, is the cause. The texts and statuses in
-this module only indicate that a loss may be a consequence.
+Ranks compute together and fail together, so the first lost process that the daemon observes need not be the first that
+failed. The cause is a process that exited by itself, before the daemon killed the remaining processes. The error texts
+and exit statuses in this module only indicate that the loss of a process may be the consequence of an earlier loss.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import GroupModelSignature, JoinedGroup, RankSlice, SelfTestDone, SelfTestResult
 from weightd_protocol.messages.worker import Built, Hello
 
-# The errors of libraries after the failure of a peer: MindSpore's, HCCL's for a link and for a collective, and
-# MindSpore's for every predict after a failed one.
+# Parts of the error texts of libraries after another process of the group has failed: of MindSpore, of HCCL for a link,
+# of HCCL for a collective operation, and of MindSpore for every predict after a failed predict.
 _PEER_FAILURE_TEXTS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
 
-# MindSpore sends its process SIGTERM after the loss of the broker; the second value is the exit status if the process
-# handles that signal.
+# Exit statuses of a rank after the loss of the broker. MindSpore then sends SIGTERM to the rank's process. If the
+# process handles the signal, it exits with the second status.
 _BROKER_LOST_STATUSES = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
-# The exit statuses of MindSpore's broker after the loss of a rank; the status 1 also means that it cannot listen.
+# Exit statuses of MindSpore's broker after the loss of a rank. The broker also exits with status 1 if it cannot listen.
 _RANK_LOST_STATUSES = frozenset({0, 1})
 _LISTEN_FAILED_STATUS = 1
 
 
 def rank_mismatch(hello: Hello, rank: int) -> str:
-    """Return why a process with this HELLO is not the rank that was started, or ""."""
+    """Return why a process that has sent this HELLO message is not the rank with the number `rank`, or ""."""
     if hello.slice is None:
         return f"expected rank {rank} of a sliced model, got a process without a rank"
     if hello.slice.rank != rank:
@@ -41,7 +41,7 @@ def rank_mismatch(hello: Hello, rank: int) -> str:
 
 
 def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupModelSignature]) -> str:
-    """Return the difference between two ranks, by name, in the tensors of the model, or ""."""
+    """Return how the inputs or outputs of two ranks differ, as a text that names both, or "" if all ranks agree."""
     (first, model), *others = signatures.items()
     for name, other in others:
         for what, ours, theirs in (("input", model.inputs, other.inputs), ("output", model.outputs, other.outputs)):
@@ -51,7 +51,7 @@ def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupM
 
 
 def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> str:
-    """Return an error for a rank that answers requests without having verified the known answer, or ""."""
+    """Return an error text if a rank that returns results has not compared any with the known answer; else ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
             return f"rank {rank} returns results, but has not compared any with the self-test's known answer"
@@ -59,7 +59,7 @@ def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) 
 
 
 def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]:
-    """Return the descriptions of the models that a group has loaded; their self-tests have not run yet."""
+    """Return the descriptions of the models that a rank group has loaded, before their self-tests have run."""
     note = "the ranks have not run it yet"
     models: Sequence[JoinedGroup | GroupModelSignature] = [joined] if spec.is_sliced else joined.members
     return tuple(
@@ -70,7 +70,7 @@ def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]
 def verified_models(
     built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec
 ) -> tuple[Built, ...]:
-    """Return the descriptions of the models after all ranks have run the self-test."""
+    """Return the descriptions of the models with the results of the self-test, which all ranks have run."""
     selftest = selftests[max(spec.reply_rank, 0)]
     results: Sequence[SelfTestDone | SelfTestResult] = [selftest] if spec.is_sliced else selftest.members
     return tuple(
@@ -87,17 +87,17 @@ def verified_models(
 
 
 def is_peer_failure_text(text: str) -> bool:
-    """Return whether a library's error text names the failure of another process."""
+    """Return whether the error text of a library shows that another process has failed."""
     return any(each in text for each in _PEER_FAILURE_TEXTS)
 
 
 def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bool) -> bool:
-    """Return whether the exit of a process may be a consequence of the loss of another one.
+    """Return whether a process may have exited because another process was lost.
 
     Args:
         role: the role of the process.
-        exit_cause: how it has exited.
-        has_connected: whether the ranks had found each other. Before that, a broker exits only for its own reasons.
+        exit_cause: how the process has exited.
+        has_connected: whether the ranks had found each other. Before that, a broker never exits because of a rank.
     """
     if role is Role.BROKER:
         return has_connected and exit_cause.status in _RANK_LOST_STATUSES
@@ -105,19 +105,19 @@ def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bo
 
 
 def is_port_taken(exit_cause: ExitCause, *, has_connected: bool) -> bool:
-    """Return whether a broker has probably found its port in use; the next broker gets another port."""
+    """Return whether a broker has probably exited because its port was in use. The next broker gets another port."""
     return not has_connected and exit_cause.status == _LISTEN_FAILED_STATUS
 
 
 def is_independent_exit(exit_cause: ExitCause) -> bool:
-    """Return whether a process to which the daemon has sent SIGKILL had exited before that."""
+    """Return whether a process to which the daemon has sent SIGKILL had exited before the signal."""
     if exit_cause.status is None or exit_cause.initiator is ExitInitiator.SHIM:
         return False
     return exit_cause.status != -signal.SIGKILL or exit_cause.initiator is not ExitInitiator.DAEMON
 
 
 def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankGroupSpec) -> tuple[TensorSignature, ...]:
-    """Return the outputs that a client receives, which may join the rows of all ranks."""
+    """Return the outputs that a client receives. With `CONCAT`, they have the rows of all ranks."""
     if spec.reply_rank != CONCAT:
         return outputs
     return tuple(

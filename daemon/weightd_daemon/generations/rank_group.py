@@ -1,8 +1,8 @@
 """A rank group: a generation whose processes start and stop together.
 
-Its processes are the ranks of a divided model, with their broker if they need one, or the one process of several
-models. A rank group guarantees that no request is dispatched before every rank has passed the self-test, and that the
-loss of one process kills all at once; no single process is replaced.
+Its processes are the ranks of a divided model, with a broker if the ranks need one, or the single process that serves
+several models. A rank group guarantees that no request is dispatched before every rank has passed the self-test. When
+one process is lost, all processes are killed at once: a lost process is never replaced alone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,14 @@ from weightd_protocol.messages.worker import Built, ChildMessage, Hello, Process
 
 
 class RankGroup(GenerationBase):
-    """A rank group. `GenerationView` describes the argument; its `spec.rank_group` lists the device of each rank.
+    """The life cycle of a rank group.
+
+    Args:
+        setup: the arguments of the generation; `setup.spec.rank_group` lists the device of each rank.
 
     Attributes:
-        group_spec: the configuration of the ranks.
-        models: the descriptions of the loaded models.
+        group_spec: the configuration of the rank group.
+        models: the descriptions of the loaded models; empty until all ranks have loaded them.
         step: the last step that the ranks have run for the previous daemon; 0 for none.
     """
 
@@ -55,14 +58,14 @@ class RankGroup(GenerationBase):
         self._joined: dict[str, JoinedGroup] = {}
         self._selftests: dict[int, SelfTestDone] = {}
         self._reconnect_steps: dict[str, int] = {}
-        # Whether the recorded failure may be a consequence of a loss that is not known yet.
+        # Whether `failure` may be the consequence of another loss, which the daemon has not observed yet.
         self._is_consequential = False
 
     # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> str:
-        """A text that describes the current activity."""
+        """The current activity as a text for users, such as "loading, 1/2 ranks have joined"."""
         size = self.group_spec.size
         match self.state:
             case GenerationState.SPAWNING | GenerationState.GATHERING:
@@ -76,15 +79,15 @@ class RankGroup(GenerationBase):
                 return self.state.display_name
 
     def built_model(self, index: int) -> Built | None:
-        """Return the description of the model with this index; None before it has loaded."""
+        """Return the description of a model, by its index in the model group; None before the model has loaded."""
         return self.models[index] if index < len(self.models) else None
 
     # --- loading ------------------------------------------------------------------------------------------------
 
     def on_resumed(self) -> None:
-        """Continue a group that an earlier daemon has loaded.
+        """Continue a rank group that an earlier daemon has loaded.
 
-        It serves once all ranks have reconnected at the same step. If a process is missing, it fails.
+        The group serves once all ranks have reconnected at the same step. If a process is missing, the group fails.
         """
         super().on_resumed()
         expected = {*self._rank_names, *([broker_name(self.label)] if self.group_spec.has_broker else [])}
@@ -94,7 +97,7 @@ class RankGroup(GenerationBase):
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
         """Start all processes, the broker first."""
-        del selftest  # the self-test is configured, with its known answer
+        del selftest  # a rank group only runs the configured self-test, with its known answers
         self._slice_digests = slice_digests or (self.sha256,) * self.group_spec.size
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         if self.group_spec.has_broker:
@@ -111,8 +114,8 @@ class RankGroup(GenerationBase):
         )
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
-        """Let the processes find each other and load once all have sent HELLO."""
-        del hello  # the child has it as an attribute
+        """Order the processes to join the group and load once all of them have sent HELLO."""
+        del hello  # the HELLO message is stored in the child
         if self.processes.count(ChildState.GREETED) == len(self.children):
             self._join_group(now)
 
@@ -126,12 +129,12 @@ class RankGroup(GenerationBase):
             case ChildState.ATTACHING, SelfTestDone():
                 self._on_selftest_done(child, message, now)
             case _:
-                # A process that sends an unexpected message is out of step with the group.
+                # After an unexpected message, the process may not be in the state that the daemon assumes.
                 if child.state in USABLE:
                     self._lose(child, LossReason(f"unexpected message {type_name(message)}", child.state), now)
 
     def _join_group(self, now: float) -> None:
-        """Order all processes at once to join, if their slices have the same signature."""
+        """Order all processes at once to join the group; fail the group if their slices have different signatures."""
         ranks = self.processes.usable(Role.RANK)
         slices = {each.name: each.hello.slice for each in ranks if each.hello and each.hello.slice}
         mismatch = rank_checks.signature_mismatch(slices) if self.group_spec.is_sliced else ""
@@ -146,7 +149,7 @@ class RankGroup(GenerationBase):
             self._actions.append(Send(child.name, JoinGroup()))
 
     def _run_selftest(self, now: float) -> None:
-        """Order all ranks at once to run the self-test: they connect to each other in their first predict."""
+        """Order all ranks at once to run the self-test, because they connect to each other in their first predict."""
         mismatch = rank_checks.signature_mismatch(self._joined)
         model_count = len(self._joined[self._rank_names[0]].members)
         if not self.group_spec.is_sliced and model_count != self.group_spec.model_count:
@@ -158,12 +161,12 @@ class RankGroup(GenerationBase):
         self._set_models(rank_checks.loaded_models(self._joined[self._rank_names[0]], self.group_spec))
         order = RunSelfTest(self.spec.row_test.max_rows, self.spec.row_test.sizes)
         for child in self.processes.usable(Role.RANK):
-            # The self-test takes time after all ranks have connected.
+            # The ranks first connect to each other, and then run the self-test.
             child.advance(ChildEvent.RUN_SELFTEST, now + self.group_spec.connect_timeout + self.spec.predict_timeout)
             self._actions.append(Send(child.name, order))
 
     def _on_selftest_done(self, child: WorkerProcess, selftest: SelfTestDone, now: float) -> None:
-        """Record that a rank has passed the self-test; the group serves once all ranks have."""
+        """Record that a rank has passed the self-test. The group serves once all ranks have passed."""
         if not self.group_spec.is_sliced and len(selftest.members) != self.group_spec.model_count:
             reason = f"expected self-tests of {self.group_spec.model_count} models, got {len(selftest.members)}"
             self._lose(child, LossReason(reason, child.state), now)
@@ -182,7 +185,7 @@ class RankGroup(GenerationBase):
         self._start_serving()
 
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """Serve once all ranks have reconnected, provided that they have run the same `step`."""
+        """Serve once all ranks have reconnected; fail the group if their last steps differ."""
         self._reconnect_steps[child.name] = step
         if len(self._reconnect_steps) < self.group_spec.size:
             return
@@ -203,13 +206,13 @@ class RankGroup(GenerationBase):
     # --- shutdown -----------------------------------------------------------------------------------------------
 
     def _reconcile(self, now: float) -> None:
-        """Kill the processes of a failed group; stop the processes of a draining one, the ranks before the broker."""
+        """Kill the processes of a failed group. Stop the processes of a draining group, the ranks before the broker."""
         ranks = self.processes.usable(Role.RANK)
         if self.state is GenerationState.FAILED:
             self.processes.kill(*self.children.values())
         elif self.state is GenerationState.DRAINING:
             if any(rank.state is not ChildState.READY for rank in ranks):
-                # A group that is still loading has no batches to finish.
+                # A group that has not loaded completely has no batches to finish.
                 self.processes.kill(*self.children.values())
             for child in ranks or ([] if self.processes.has(Role.RANK) else list(self.children.values())):
                 if child.state in USABLE:
@@ -219,7 +222,7 @@ class RankGroup(GenerationBase):
         self._log_progress()
 
     def fail(self, reason: FailureReason, now: float) -> None:
-        """Fail the group and invalidate its results, because no rank is of use without the others."""
+        """Fail the group and discard its results, because no rank can work without the other ranks."""
         if self.state in ACTIVE:
             self.attach_control.invalidate()
         super().fail(reason, now)
@@ -235,23 +238,23 @@ class RankGroup(GenerationBase):
         self._lose(child, LossReason.from_failure(failure, child.state), now, is_consequential=is_consequential)
 
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        """Fail the group: data that other ranks have sent for the failed predict would be taken for the next one."""
+        """Fail the group, because ranks would take data of the failed predict for data of the next predict."""
         reason = f"a predict failed: {reason}" if reason else "a predict failed"
         self._lose(child, LossReason(reason, child.state), now, is_consequential=True)
 
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """Fail the group because of a hung rank, which may only be waiting for another one."""
+        """Fail the group because a process hangs. The process may only be waiting for another process."""
         del has_answered
         self._lose(child, LossReason(reason, child.state, has_timed_out=True), now, is_consequential=True)
 
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
         have_met, previous_state = bool(self.models), loss.previous_state
         is_consequential = rank_checks.is_peer_failure_exit(child.role, exit_cause, has_connected=have_met)
-        # A broker may exit after its ranks have.
+        # In a draining group, the broker may exit by itself after its ranks have exited.
         if previous_state in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_listening = previous_state is ChildState.HOLDING
             if is_listening and rank_checks.is_port_taken(exit_cause, has_connected=have_met):
-                # A port in use is retried like a lack of memory; the next group gets another port.
+                # A port in use is handled like a lack of memory: another group is started, which gets another port.
                 loss = replace(loss, is_out_of_memory=True)
             self._lose(child, loss, now, is_consequential=is_consequential)
         elif previous_state is ChildState.KILLED:
@@ -259,11 +262,11 @@ class RankGroup(GenerationBase):
                 child, exit_cause, is_independent=rank_checks.is_independent_exit(exit_cause) and not is_consequential
             )
         elif exit_cause.status != 0:
-            # The other processes may be waiting for this one in a predict.
+            # The remaining processes may be waiting in a predict for the process that has exited.
             self.processes.kill(*self.children.values())
 
     def _lose(self, child: WorkerProcess, loss: LossReason, now: float, *, is_consequential: bool = False) -> None:
-        """Fail the group, or kill its processes if it has ended, because of the loss of a process."""
+        """Fail the group because a process is lost. If the group is shutting down already, kill its processes."""
         if loss.previous_state is ChildState.KILLED:
             return
         if loss.previous_state in USABLE:
@@ -278,11 +281,14 @@ class RankGroup(GenerationBase):
             self.processes.kill(*self.children.values())
 
     def _on_killed_exit(self, child: WorkerProcess, exit_cause: ExitCause, *, is_independent: bool) -> None:
-        """Handle the exit of a killed process; if it exited before the kill, it may be the cause of the failure."""
+        """Handle the exit of a process that the daemon has killed.
+
+        If the process had exited by itself before (`is_independent`), it may be the cause of the failure.
+        """
         if self.failure.child == child.name:
             self.failure = replace(self.failure, log_tail=exit_cause.detail or self.failure.log_tail)
         elif self._is_consequential and is_independent:
-            # The process exited by another signal than the daemon's.
+            # Do not name the daemon in the text, because its SIGKILL came after the exit.
             reason = str(replace(exit_cause, initiator=ExitInitiator.UNKNOWN))
             self.failure = replace(self.failure, reason=reason, child=child.name, log_tail="")
             self._is_consequential = False

@@ -1,7 +1,8 @@
-"""The restart policy: which lost processes are started again, and with which delay.
+"""The restart policy: which lost processes are started again, and after which delay.
 
-A worker that exits is first replaced at once; failed starts and repeated early exits increase the delay. A generation
-or model that has served before is restarted without limit; one that has never served is given up after a few attempts.
+A worker that exits is replaced at once. Only failed starts and repeated early exits delay the next start. A generation
+or model that has served is restarted without limit; a generation or model that has never served is given up after a few
+attempts.
 """
 
 from __future__ import annotations
@@ -13,25 +14,29 @@ from weightd_daemon.generations.base import GenerationView
 from weightd_daemon.generations.process import FOREVER, LossReason, WorkerProcess
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 
-# The number of starts in a row that may fail; a further one is unlikely to succeed.
+# Maximum number of failed starts in a row. After that, a further start is unlikely to succeed.
 MAX_FAILED_STARTS = 3
 
-# A worker that exits sooner than this after READY probably exits for the same reason as the previous one.
+# Seconds after READY within which the exit of a worker counts as early. Workers that repeatedly exit early probably do
+# so for the same reason, so the next start is delayed.
 EARLY_DEATH_S = 10.0
 
 NEVER = float("inf")
 
-# The delays of process starts and of model loads.
+# First and maximum delay in seconds: of the start of a process, and of the load of a model.
 _FIRST_DELAY_S, _FIRST_LOAD_DELAY_S = 0.1, 1.0
 _MAX_DELAY_S, _MAX_LOAD_DELAY_S = 30.0, 60.0
 
-# A start that waits for free memory is retried often, because requests may wait for it; each attempt costs a process.
+# Maximum delay in seconds of a start that waits for free memory. Such a start is retried often, because requests may
+# wait for the worker, but not without delay, because each attempt starts a process.
 _MAX_MEMORY_DELAY_S = 2.0
 
-# After this number of doublings, the delay exceeds its maximum; without a limit, many losses would overflow a float.
+# Maximum number of times that a delay is doubled. The delay then exceeds its maximum in any case. Without this limit,
+# the result could exceed the range of a float after many losses.
 _MAX_DOUBLINGS = 10
 
-# Random jitter keeps the workers of several models that exited together from restarting at the same moment.
+# Maximum fraction by which a delay is shortened at random, so that workers of several models that have exited together
+# do not restart at the same time.
 _JITTER = 0.25
 
 
@@ -39,7 +44,7 @@ class WorkerStarts:
     """Decides which workers of a generation are started, and when.
 
     Args:
-        generation: the generation.
+        generation: the generation of the workers.
     """
 
     def __init__(self, generation: GenerationView) -> None:
@@ -49,7 +54,7 @@ class WorkerStarts:
 
     @property
     def missing_devices(self) -> Sequence[str]:
-        """The device of each missing worker, alternating between the devices; empty if none may start."""
+        """The device of each missing worker, alternating between the devices; empty if no worker may be started."""
         generation, spec = self._generation, self._generation.spec
         if (
             generation.state not in ACTIVE
@@ -67,23 +72,23 @@ class WorkerStarts:
         return [device for number in numbers for device in self._devices if workers_by_device[device] <= number]
 
     def due_devices(self, now: float) -> Sequence[str]:
-        """Return the device of each worker that has to be started now."""
+        """Return the device of each missing worker if workers may be started now; else an empty sequence."""
         return self.missing_devices if self._backoff.due_at <= now else ()
 
     @property
     def next_start_at(self) -> float:
-        """When the next worker is started, in monotonic seconds; `FOREVER` if none is missing."""
+        """When the next worker may be started, in monotonic seconds; `FOREVER` if no worker is missing."""
         return self._backoff.due_at if self.missing_devices else FOREVER
 
     @property
     def backoff_delay_s(self) -> float:
-        """The seconds by which the next start is delayed after a loss, or 0."""
+        """The seconds by which a serving generation delays the next start after a loss, or 0."""
         has_served = self._generation.state is GenerationState.SERVING
         return self._backoff.delay_s if has_served and self._backoff.delay_s and self.missing_devices else 0.0
 
     @property
     def is_given_up(self) -> bool:
-        """Whether no worker has ever been READY, and no more are started."""
+        """Whether no worker is started any more: too many starts have failed, and no worker was ever READY."""
         return self._backoff.is_exhausted and self._generation.state is not GenerationState.SERVING
 
     @property
@@ -104,13 +109,13 @@ class WorkerStarts:
     def on_worker_lost(self, worker: WorkerProcess, loss: LossReason, now: float) -> bool:
         """Schedule the replacement of a lost worker.
 
-        Return whether the loss counts as the generation's failure until a worker is READY again.
+        Return whether the generation should report the loss as its failure until a worker is READY again.
         """
         if loss.previous_state is ChildState.READY:
             self._backoff.on_death(now - worker.ready_at, now, has_answered=loss.has_answered)
             return bool(self._backoff.delay_s) and not self._generation.attach_control.is_attach_closed
         if loss.previous_state is ChildState.AWAITED:
-            # The worker was READY for the previous daemon, so its loss says nothing about the next start.
+            # The worker was READY for the previous daemon, so its loss is no sign that the next start will fail.
             self._backoff.on_death(0.0, now, has_answered=True)
         elif loss.is_out_of_memory:
             self._backoff.on_out_of_memory(now, self._generation.spec.memory_timeout_s)
@@ -120,10 +125,10 @@ class WorkerStarts:
 
 
 class RestartBackoff:
-    """Counts losses, and computes when the next start is due. Times are monotonic seconds.
+    """Counts failed starts and early exits, and computes when the next start is due. Times are monotonic seconds.
 
     Args:
-        random_fraction: returns a random number from 0 to 1, which shortens delays.
+        random_fraction: returns a random number from 0 to 1, by which delays are shortened.
 
     Attributes:
         due_at: when the next start is due.
@@ -155,9 +160,9 @@ class RestartBackoff:
         self._schedule(now, self._delay_after(self._failed_starts))
 
     def on_out_of_memory(self, now: float, timeout_s: float) -> None:
-        """Schedule a start after one found no free memory on the card.
+        """Schedule a start after a worker has found no free memory on its card.
 
-        Such a start counts as failed only after `timeout_s` seconds of attempts.
+        Starts without free memory count as failed starts only if they have failed for `timeout_s` seconds.
         """
         if self._out_of_memory_since is None:
             self._out_of_memory_since = now
@@ -171,10 +176,10 @@ class RestartBackoff:
         """Schedule a start after a worker was lost `lifetime_s` seconds after it became READY.
 
         Args:
-            lifetime_s: the seconds since READY.
-            now: the clock.
-            has_answered: whether the worker had answered a request. Then its start was good, and its successor starts
-                at once; `scheduling.fault_isolation` handles requests that crash workers.
+            lifetime_s: the seconds from READY to the loss.
+            now: the time.
+            has_answered: whether the worker had answered a request. If so, its start was successful, and the next
+                worker starts at once. `scheduling.fault_isolation` handles requests that crash workers.
         """
         if has_answered or lifetime_s >= EARLY_DEATH_S:
             self._early_deaths = 0
@@ -195,7 +200,7 @@ class LoadBackoff:
     """Exponential back-off between two attempts to load a model. Times are monotonic seconds.
 
     Attributes:
-        due_at: when the next attempt is due; `NEVER` if none is planned.
+        due_at: when the next attempt is due; `NEVER` if none is scheduled.
         failures: how many attempts have failed since the last success.
     """
 
@@ -204,17 +209,17 @@ class LoadBackoff:
         self.failures = 0
 
     def on_failure(self, now: float) -> None:
-        """Plan the next attempt, unless one is planned."""
+        """Schedule the next attempt, unless an attempt is scheduled already."""
         if self.due_at == NEVER:
             delay_s = min(_MAX_LOAD_DELAY_S, _FIRST_LOAD_DELAY_S * 2.0 ** min(self.failures, _MAX_DOUBLINGS))
             self.failures += 1
             self.due_at = now + delay_s
 
     def cancel(self) -> None:
-        """Plan no attempt, but keep the delay of the next one."""
+        """Cancel the scheduled attempt, but keep the count of failures, from which the next delay follows."""
         self.due_at = NEVER
 
     def on_success(self) -> None:
-        """Plan no attempt, and reset the delay."""
+        """Cancel the scheduled attempt, and reset the count of failures."""
         self.due_at = NEVER
         self.failures = 0

@@ -1,9 +1,9 @@
-"""The daemon's part of the search for a self-test: which inputs the next holder tries after the last one was lost.
+"""The daemon's part of the search for a self-test: which inputs the next holder tries after a holder was lost.
 
-A holder announces the inputs on which it will run the model. If it then exits or exceeds its time, these inputs do not
-fit, and the next holder leaves them out. Each attempt costs a build, so their number is limited. A holder that is
-killed from outside has shown nothing about its inputs. The next holder tries them again, but only once, because they
-may have caused the kernel to run out of memory.
+A holder announces the inputs on which it will run the model. If the holder then exits or exceeds its deadline, these
+inputs are unsuitable, and the next holder skips them. Every lost holder costs a build, so the number of lost holders is
+limited. If the holder is killed from outside, the next holder tries the same inputs again, but only once: they may have
+made the kernel run out of memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import AnnounceSelfTest, Build, Built
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
-# The number of holders that may be lost in the search for one self-test.
+# Maximum number of holders that may be lost in the search for one self-test.
 MAX_HOLDER_DEATHS = 6
 
 
 def describe_cases(cases: SelfTestCases) -> str:
-    """Return the inputs as text for users."""
+    """Return the inputs of a self-test as a text for users."""
     return " and ".join(map(_describe_case, cases))
 
 
@@ -29,7 +29,10 @@ def _describe_case(case: SelfTestCase) -> str:
 
 
 def _is_complete(built: Built) -> bool:
-    """Return whether workers need nothing but this result of a holder. On a card, each build reports its memory."""
+    """Return whether workers can load without a holder, given this report of an earlier holder.
+
+    On a card, each generation needs a holder, because its build reports the card's memory.
+    """
     return built.device is None and not (built.handle or built.is_template or built.has_sharing_failed)
 
 
@@ -37,12 +40,13 @@ class SelfTestSearch:
     """The state of the search for a generation's self-test.
 
     Args:
-        spec: the settings for the first holder.
+        spec: the self-test settings for the first holder.
         row_test: the row test that the holders run.
 
     Attributes:
-        spec: the settings for the next holder.
-        current_cases: the inputs on which the holder is running the model; empty outside an attempt.
+        spec: the self-test settings for the next holder.
+        current_cases: the inputs that the holder has announced and on which it runs the model; empty outside of a
+            self-test.
     """
 
     def __init__(self, spec: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
@@ -54,31 +58,31 @@ class SelfTestSearch:
         self._has_run = False
 
     def build_message(self, pids: tuple[str, ...]) -> Build:
-        """Return the build order for the holder."""
+        """Return the build order for the next holder. `pids`: `Hello.engine_pid` of each worker that will attach."""
         spec, (rows, sizes, exact) = self.spec, self._row_test
         self._has_run = False
         return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact)
 
     def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
         """Record the inputs that the holder announces."""
-        # The configured self-test runs first, so a later announcement without inputs means that it has run.
+        # The configured self-test is announced first. A later announcement without inputs shows that it has run.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
             self.spec = replace(self.spec, failed_cases=message.failed_cases)
 
     def on_built(self, built: Built) -> None:
-        """Record the self-test with which the holder has built, if any."""
+        """Record the self-test that the holder has found, if any."""
         self.current_cases = ()
         self.spec = replace(self.spec, cases=built.selftest_cases, built=built if _is_complete(built) else None)
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
-        """Record the loss of a holder; return whether it was lost in an attempt and another holder may succeed.
+        """Record the loss of a holder; return whether it happened in a self-test and another holder may succeed.
 
         Args:
-            has_timed_out: whether the holder exceeded its time. The next one would, too, so it builds without a
-                self-test.
-            is_external: whether the holder was ended from outside.
+            has_timed_out: whether the holder exceeded its deadline. Another search would take as long, so the next
+                holder builds without a search.
+            is_external: whether the holder was ended from outside, by a user or by the kernel.
         """
         tried, self.current_cases = self.current_cases, ()
         if not tried:

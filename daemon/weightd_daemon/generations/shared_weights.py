@@ -3,8 +3,8 @@
 The weight handle goes from the holder to the workers in these steps:
 
 built      the holder's engine exports the weights and sends `Built` with the handle (`sessions/model.py` of the worker)
-received   `GenerationBase.on_message` keeps it as `Generation.built`
-sent       `Generation._attach` puts it in the order `Attach`; `AttachControl.attach_next` says which workers get it
+received   `GenerationBase.on_message` stores the message as `Generation.built`
+sent       `Generation._attach` puts the handle into an `Attach` order; `AttachControl.attach_next` sends it to workers
 attached   the worker builds with the handle, or attaches to it, as its engine requires (`sessions/model.py`)
 """
 
@@ -47,18 +47,21 @@ from weightd_protocol.messages.worker import (
     Reconnected,
 )
 
-# The time in which a hung child can log its stacks before it is killed.
+# Seconds that a hung child has to log its stacks before the daemon kills it.
 ABORT_TIMEOUT_S = 2.0
 
 
 class Generation(GenerationBase):
-    """A holder and its workers. `GenerationView` describes the argument.
+    """The life cycle of a holder and its workers.
+
+    Args:
+        setup: the arguments of the generation.
 
     Attributes:
         selftest_search: the search for the self-test, with its results so far.
-        unmerged_principals: the tenants and users whose rows gave different results when they ran with others, by their
-            numbers.
-        is_without_holder: whether the workers load without a holder, by the result of an earlier one.
+        unmerged_principals: the tenants and users whose rows gave different results in shared batches, by principal id.
+        is_without_holder: whether the workers load without a holder, because an earlier holder of the same files shared
+            no weights.
     """
 
     def __init__(self, setup: GenerationSetup) -> None:
@@ -72,7 +75,7 @@ class Generation(GenerationBase):
 
     @property
     def next_tick_at(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
+        """When the daemon has to call `tick`, in monotonic seconds."""
         return min(super().next_tick_at, self._starts.next_start_at)
 
     @property
@@ -89,7 +92,7 @@ class Generation(GenerationBase):
 
     @property
     def progress(self) -> str:
-        """A text that describes the current activity."""
+        """The current activity as a text for users, such as "attaching 1/4"."""
         ready_count, wanted_count = self.processes.count(ChildState.READY), self.wanted_process_count
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
             hello_count = sum(child.hello is not None for child in self.children.values())
@@ -111,19 +114,19 @@ class Generation(GenerationBase):
 
     @property
     def _is_sharing(self) -> bool:
-        """Whether workers attach to the weights of the holder, as far as that is known."""
+        """Whether workers attach to the weights of the holder. Before the build, whether they are configured to."""
         return self.spec.is_sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
     def on_batch_mismatch(self, note: str, principals: Mapping[int, str] = MappingProxyType({})) -> None:
-        """Stop batching after a worker has found that rows give other results together than alone.
+        """Stop batching after a worker has found that rows give other results in a batch than alone.
 
         Args:
             note: how the results differ.
-            principals: the names of the tenants and users whose rows differ, by their numbers. Their requests share no
-                batch until the next generation. If it is empty, or names too many, the row test counts as failed for
-                all requests.
+            principals: the names of the tenants and users whose rows gave other results, by principal id. Their
+                requests share no batch until the next generation. If `principals` is empty or too long, no requests
+                are batched: the row test counts as failed.
         """
         built = self.built
         new_principals = {number: name for number, name in principals.items() if number not in self.unmerged_principals}
@@ -142,17 +145,17 @@ class Generation(GenerationBase):
             self._log.log(f"requests are no longer batched: {note}")
 
     def on_store_lost(self, cause: str, now: float) -> None:
-        """Fail the generation, because the page store that its workers have mapped was changed."""
+        """Fail the generation, because its page store, which the workers have mapped, was changed."""
         if self.state in ACTIVE and self.built is not None:
             self._invalidate(FailureReason(cause), now)
 
     # --- loading ------------------------------------------------------------------------------------------------
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """Prepare the start: set up the self-test search. `_reconcile` starts the processes later.
+        """Set up the self-test search; `_reconcile` then starts the processes.
 
-        If an earlier holder of the same files shared nothing, the workers load without a holder, and have to reproduce
-        the earlier holder's self-test.
+        If an earlier holder of the same files shared no weights, the workers load without a holder. They have to
+        reproduce the self-test answers of the earlier holder.
         """
         self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
         if selftest is not None and selftest.built is not None:
@@ -175,7 +178,7 @@ class Generation(GenerationBase):
             case _, AttachAllowed():
                 self.attach_control.on_allowed(message)
             case _, Hello() | Reconnected() | AnnounceSelfTest() | Built() | Attached():
-                pass  # from a child that was given up, or a repeated message
+                pass  # a late message of a child that was given up, or a repeated message
             case _:
                 reason = f"unexpected message {type_name(message)} from a process outside a rank group"
                 self._on_process_failed(child, ProcessFailed(reason), now)
@@ -185,7 +188,7 @@ class Generation(GenerationBase):
         if holder.hello is None:
             return
         if self.spec.is_sharing and holder.hello.sharing_traits.attach_rewrites_weights and not built.selftest_digest:
-            # Only the self-test can show that a worker computes on the right weights.
+            # An attaching worker writes the weights again. Only the self-test shows whether they are right.
             reason = f"no self-test: {built.selftest_note}; set the key selftest, or turn sharing off"
             self.selftest_search.current_cases = ()
             self._on_process_failed(holder, ProcessFailed(clip(reason)), now)
@@ -206,11 +209,11 @@ class Generation(GenerationBase):
             self.advance(GenerationEvent.BUILT)
             self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
         if not self._is_sharing:
-            # The signature and the self-test are known, and no worker uses the holder's own copy of the weights.
+            # The holder has reported the signature and the self-test, and workers load the weights without it.
             self._stop(holder, now)
 
     def _on_attached(self, worker: WorkerProcess, attached: Attached, now: float) -> None:
-        """Record that a worker has loaded the model; it serves if it reproduces the self-test."""
+        """Handle a worker's report that it has loaded the model. The worker may serve if it passes the self-test."""
         if self.built is None:
             return
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
@@ -221,12 +224,12 @@ class Generation(GenerationBase):
         worker.note, worker.shared_bytes = attached.note, attached.shared_bytes
         if self.spec.is_sharing:
             self._log.log_attached(self.built, attached, worker.name)
-            self.device_usage.on_attached(attached.device)  # otherwise the process memory would include its weights
+            self.device_usage.on_attached(attached.device)  # if unshared, the process memory includes the weights
         worker.advance(ChildEvent.ATTACHED)
         self._on_ready(worker, 0, now)
 
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """Let a worker that has attached or reconnected serve or become a spare."""
+        """Let a worker that has attached or reconnected serve requests, or keep the worker as a spare."""
         child.ready_at = now
         self._starts.on_ready()
         self.failure = FailureReason()
@@ -238,11 +241,11 @@ class Generation(GenerationBase):
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _reconcile(self, now: float) -> None:
-        """Bring the actual state closer to the wanted one; called after each event."""
+        """Request the actions that lead from the actual state to the wanted one; called after each event."""
         if self.state in ACTIVE:
             self.attach_control.tick(now)
             self.attach_control.stop_unattachable(now)
-        # A worker that is still starting may become READY.
+        # As long as a worker is starting, it may become READY, so the generation does not fail.
         if not self.processes.usable(Role.WORKER):
             if self._starts.is_given_up:
                 self.fail(self.failure, now)
@@ -257,7 +260,7 @@ class Generation(GenerationBase):
             self._build_if_gathered(now)
             self._attach(now)
         elif self.state not in ACTIVE:
-            # Workers exit before the holder, whose memory they use.
+            # The holder is stopped only after all workers have exited, because they use its memory.
             workers = [child for child in self.children.values() if child.role is Role.WORKER]
             for child in workers or list(self.children.values()):
                 if child.state in USABLE:
@@ -268,8 +271,8 @@ class Generation(GenerationBase):
 
     def _spawn_missing(self, now: float) -> None:
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
-        # After the loss of a holder in a self-test attempt, the next one starts only when the last has exited, so that
-        # two never hold the weights at once.
+        # After a holder was lost in the self-test search, the next one starts only when the lost one has exited, so
+        # that two holders never keep the weights in memory at the same time.
         is_starting = self.state in (GenerationState.SPAWNING, GenerationState.GATHERING)
         if is_starting and not self.processes.has(Role.HOLDER):
             self.processes.spawn(Role.HOLDER, deadline, self.device)
@@ -278,7 +281,7 @@ class Generation(GenerationBase):
             self.processes.spawn(Role.WORKER, deadline, device, "" if template is None else template.name)
 
     def _build_if_gathered(self, now: float) -> None:
-        """Order the build once all pids that the engine must know are known."""
+        """Order the holder to build once it, and all workers whose pids the engine needs, have sent HELLO."""
         holder = self.processes.holder
         if self.state is not GenerationState.GATHERING or holder is None or holder.hello is None:
             return
@@ -296,8 +299,8 @@ class Generation(GenerationBase):
         )
 
     def _attach(self, now: float) -> None:
-        """Send the handle of the weights to waiting workers, and trim the page store once all have attached."""
-        # A holder that shares nothing exits first, which releases its copy of the weights.
+        """Send the handle of the weights to waiting workers; trim the page store once all workers are READY."""
+        # If the holder shares no weights, workers load only after it has exited and so released its own copy.
         if self.built is not None and (self._is_sharing or not self.processes.has(Role.HOLDER)):
             timeout_s = self.spec.load_timeout
             if self.built.is_template:
@@ -316,15 +319,15 @@ class Generation(GenerationBase):
             self._on_loss(child, loss, now)
 
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        del reason  # the reply to the client contains it
+        del reason  # the client receives the reason in the reply
         if child.state is ChildState.READY:
-            # The worker exits in order and has announced it, so its successor starts without a delay.
+            # The worker has announced its exit and did not crash, so the next worker starts without a delay.
             self.processes.counters.on_lost()
             self._log.log(f"{child.name} exits: a failed predict may have damaged its model", child.name)
             self._stop(child, now)
 
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """Abort a hung child, which makes it log its stacks."""
+        """Abort a hung child by a signal on which it logs its stacks."""
         previous_state = child.state
         self.processes.abort(child, now + ABORT_TIMEOUT_S)
         if previous_state in USABLE:
@@ -337,15 +340,15 @@ class Generation(GenerationBase):
         if loss.previous_state in USABLE:
             self._on_loss(child, loss, now, is_death=True)
         elif child.loss is not None and exit_cause.detail:
-            # The child was given up before it exited, so its log is complete only now.
+            # The loss of this child was handled before its exit. The end of its log is known only now.
             self._log.log(str(FailureReason(child.loss.reason, child.name, exit_cause.detail)), child.name)
             if self.failure.child == child.name:
                 self.failure = dataclasses.replace(self.failure, log_tail=exit_cause.detail)
 
     def _on_loss(self, child: WorkerProcess, loss: LossReason, now: float, *, is_death: bool = False) -> None:
-        """Handle the loss of a child; `is_death`: it exited unexpectedly or has to be killed."""
+        """Handle the loss of a child. `is_death`: whether the child exited unexpectedly or has to be killed."""
         state_before = self.state
-        # A holder may exit in a self-test attempt, so its loss is not counted as unexpected.
+        # In the self-test search, unsuitable inputs may crash the holder, so this loss is not counted as unexpected.
         is_tried = child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
         if is_death and not is_tried:
             self.processes.count_death()
@@ -353,7 +356,7 @@ class Generation(GenerationBase):
             self.processes.counters.on_lost()
         if child.role is Role.HOLDER:
             self._on_holder_lost(child, loss, now)
-        if self.state is state_before:  # otherwise it has failed, which is logged with this reason
+        if self.state is state_before:  # else the deployment logs this reason with the generation's failure
             self._log.log(f"{child.name} lost: {loss.reason}", child.name)
         if child.role is Role.WORKER and self.state in ACTIVE:
             if self._starts.on_worker_lost(child, loss, now):
@@ -386,7 +389,7 @@ class Generation(GenerationBase):
     def _invalidate(self, cause: FailureReason, now: float) -> None:
         """Fail the generation and kill its processes, because results computed on its weights cannot be trusted."""
         self.attach_control.invalidate()
-        # This includes the children that are already stopping.
+        # Children that are already stopping or aborted are killed, too; `fail` would let them finish.
         leaving = (ChildState.STOPPING, ChildState.ABORTED)
         self.processes.kill(*[child for child in self.children.values() if child.state in leaving])
         self.fail(cause, now)

@@ -1,8 +1,8 @@
-"""The states of a generation, of its processes and of the access to its weights, with all legal transitions.
+"""The states of a generation, of its processes and of attach control, with all legal transitions.
 
-The tables of this file list every legal transition; an unlisted pair of state and event raises. Only `Machine.advance`
-changes a state, also when a daemon resumes a generation of the previous one. A test compares the diagrams of
-docs/architecture.md with these tables.
+The tables of this file list every legal transition. For any other pair of state and event, `advance` raises
+`IllegalTransition`. Only `Machine.advance` changes a state, also when a daemon takes over a generation of the previous
+daemon. A test compares the diagrams of docs/architecture.md with these tables.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class GenerationState(enum.Enum):
     """The state of a generation."""
 
     SNAPSHOTTING = "snapshotting"  # the model's files are copied and their digest is computed
-    SPAWNING = "spawning"  # holder and workers, or ranks, start
+    SPAWNING = "spawning"  # the holder and the workers, or the ranks, are started
     GATHERING = "gathering"  # the processes send HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join and load their slices
-    ATTACHING = "attaching"  # workers attach to these weights, or load their own; or all ranks run the self-test
-    RESUMING = "resuming"  # an earlier daemon has loaded it; its workers reconnect
+    ATTACHING = "attaching"  # workers attach to the holder's weights or load their own; or ranks run the self-test
+    RESUMING = "resuming"  # an earlier daemon has loaded the generation; its processes reconnect
     SERVING = "serving"  # at least one worker has been READY
-    DRAINING = "draining"  # no new work; workers exit, then the holder
-    GONE = "gone"  # drained; all processes have exited
-    FAILED = "failed"  # the processes are being ended or have exited; the cause is kept
+    DRAINING = "draining"  # no new requests; the workers exit, then the holder
+    GONE = "gone"  # all processes have exited after DRAINING
+    FAILED = "failed"  # the processes are being ended or have exited; `GenerationView.failure` has the cause
 
     @property
     def display_name(self) -> str:
-        """The state as users see it, which does not reveal which daemon has loaded the generation."""
+        """The state as users see it: RESUMING is shown as "attaching"."""
         return "attaching" if self is GenerationState.RESUMING else self.value
 
 
@@ -55,21 +55,21 @@ class ChildState(enum.Enum):
 
     SPAWNED = "spawned"  # the process exists
     GREETED = "greeted"  # it has sent HELLO
-    BUILDING = "building"  # holder: builds and exports; rank: joins its group, and loads
+    BUILDING = "building"  # holder: builds the model, exports the weights; rank: joins its group, loads its slice
     HOLDING = "holding"  # holder: keeps the weights alive; broker: lets ranks find each other
-    JOINED = "joined"  # rank: in its group, and loaded
+    JOINED = "joined"  # rank: has joined its group and loaded its slice
     ADMITTED = "admitted"  # worker: may attach
-    ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the self-test
-    AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is expected to reconnect
-    READY = "ready"  # worker: serves or is a spare; rank: has passed the self-test, and serves once all have
+    ATTACHING = "attaching"  # worker: attaches to the weights or loads its own; rank: runs the self-test
+    AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and has to reconnect
+    READY = "ready"  # worker: serves or is a spare; rank: has passed the self-test, and serves once all ranks have
     STOPPING = "stopping"  # has been ordered to exit
-    ABORTED = "aborted"  # hung: has been sent a signal that makes it log its stacks and exit
-    KILLED = "killed"  # has been sent SIGKILL
-    GONE = "gone"  # exited and waited for
+    ABORTED = "aborted"  # hung; the daemon has sent a signal on which the process logs its stacks and exits
+    KILLED = "killed"  # the daemon has sent SIGKILL
+    GONE = "gone"  # has exited and was reaped
 
     @property
     def display_name(self) -> str:
-        """The state as users see it, without the details of how a process attaches and ends."""
+        """The state as users see it: some states of attaching and of exiting processes are shown as one."""
         return _DISPLAYED_AS.get(self, self).value
 
 
@@ -97,11 +97,11 @@ class AttachState(enum.Enum):
     """Which workers may still attach to a generation's weights."""
 
     OPEN = "open"  # any worker
-    FORK_ONLY = "fork only"  # workers that are forked from the holder
+    FORK_ONLY = "fork only"  # only workers that are forked from the holder
     ORPHANED = "orphaned"  # none: the holder from which workers were forked is lost; the existing workers continue
-    LISTED = "listed"  # workers that the holder knew at its build; the holder can be asked to allow another one
-    ALLOW_PENDING = "allow pending"  # the same, and the holder has been asked
-    CLOSED = "closed"  # none but those known at the build: the engine allows no others
+    LISTED = "listed"  # workers that the holder knew at its build; the holder can be asked to allow another
+    ALLOW_PENDING = "allow pending"  # as LISTED, while the daemon waits for the holder's reply
+    CLOSED = "closed"  # only workers known at the build: the holder refused another worker or did not reply
     FILES_LOST = "files lost"  # none: the files that a worker loads have vanished; the existing workers continue
     FROZEN = "frozen"  # none: the holder is lost; the existing workers continue
     INVALID = "invalid"  # none: the weights are lost or changed, and the workers' results are discarded
@@ -122,7 +122,7 @@ class AttachEvent(enum.Enum):
     LOSE_FILES = "lose files"
 
 
-# The states before a generation serves, in which it depends on its holder.
+# The states of a generation before it serves.
 LOADING = frozenset(
     {
         GenerationState.SNAPSHOTTING,
@@ -139,7 +139,7 @@ ENDED = frozenset({GenerationState.GONE, GenerationState.FAILED})
 # The states in which the next daemon can resume a generation.
 RESUMABLE = frozenset({GenerationState.RESUMING, GenerationState.SERVING})
 
-# The states of a child that is alive and has not been ordered to exit.
+# The states of a process that is alive and has not been ordered to exit.
 USABLE = frozenset(
     {
         ChildState.SPAWNED,
@@ -155,7 +155,7 @@ USABLE = frozenset(
 )
 ALIVE = USABLE | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
-# The states in which lost workers cannot be replaced.
+# The states in which no further worker can attach, so that lost workers cannot be replaced.
 ATTACH_CLOSED = frozenset({AttachState.ORPHANED, AttachState.CLOSED, AttachState.FILES_LOST, AttachState.FROZEN})
 
 _DISPLAYED_AS = {
@@ -224,14 +224,14 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class IllegalTransition(Exception):
-    """An event arrived in a state whose transitions do not list it, which is a defect of the caller."""
+    """The table of transitions does not list an event in the current state, which is a defect of the caller."""
 
 
 def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
     """Return the state that follows `state` after `event`.
 
     Raises:
-        IllegalTransition: the table does not list the pair.
+        IllegalTransition: `table` does not list this pair of state and event.
     """
     try:
         return table[state, event]
@@ -245,11 +245,11 @@ class Machine(Generic[S, E]):
     Args:
         table: the legal transitions.
         state: the initial state.
-        name: the name of the object that has this state, for the log.
+        name: the name of the generation or process whose state this is, for the log.
         extra: the `extra` of each log record.
 
     Attributes:
-        name: the name of the object that has this state.
+        name: the name of the generation or process whose state this is.
         state: the current state; only `advance` changes it.
     """
 

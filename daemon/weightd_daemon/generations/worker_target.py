@@ -1,4 +1,4 @@
-"""Changes of the number of workers of a generation while it serves."""
+"""Changes the number of workers of a generation while it serves."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from weightd_daemon.generations.states import ChildState, GenerationState
 
 
 def set_worker_target(generation: GenerationBase, workers: int, idle: Sequence[str], now: float) -> None:
-    """Set how many workers of a generation should serve on each device; start missing ones and stop idle surplus ones.
+    """Set how many workers of a generation should serve on each device.
 
-    The slot of a stopped worker is removed first, so that no request is lost. The processes of a rank group are fixed.
+    Missing workers are started. Surplus workers are stopped if they are idle; their slots are removed first, so that no
+    request is lost. The number of processes of a rank group never changes.
 
     Args:
         generation: the generation.
-        workers: the number, which is limited to the configured bounds.
-        idle: the names of the workers without a batch; of the workers that serve, only these are stopped, the first
-            ones first.
-        now: the clock.
+        workers: the number of workers on each device, which is limited to the configured minimum and maximum.
+        idle: the names of the workers that run no batch, in the order in which to stop them. No other serving worker is
+            stopped.
+        now: the time (monotonic seconds).
     """
     generation.worker_target = generation.spec.clamp_workers(workers)
     if generation.state is GenerationState.SERVING:
@@ -31,13 +32,13 @@ def set_worker_target(generation: GenerationBase, workers: int, idle: Sequence[s
 
 
 def has_surplus_workers(generation: GenerationBase) -> bool:
-    """Return whether more workers of a generation run on a device than are wanted there."""
+    """Return whether any device has more workers and spares of a generation than it should have."""
     wanted = generation.worker_target + generation.spec.spares
     return any(count > wanted for count in generation.processes.workers_by_device().values())
 
 
 def _stoppable(generation: GenerationBase, idle: Sequence[str]) -> list[WorkerProcess]:
-    """Return the READY workers to stop so that no device has more workers than are wanted there."""
+    """Return the READY workers to stop so that no device has more workers and spares than it should have."""
     processes, target = generation.processes, generation.worker_target
     surplus = processes.workers_by_device()
     serving_surplus = Counter(processes.children[name].device for name in processes.serving)

@@ -1,8 +1,9 @@
-"""Persists usage counters in a file, from which the next daemon continues, whether or not it takes over processes.
+"""Stores the usage counters in a file, so that they survive restarts of the daemon.
 
-The file has one JSON object a line: for each tenant's account, each model, the daemon, and the load time of each model.
-The last line has the number of the other lines. The file is replaced periodically and at the end: if the daemon is
-killed, the counts since the last time are lost. An invalid file is ignored.
+The next daemon continues from the stored counters, whether or not it takes over processes. The file has one JSON object
+per line: for each tenant's account, each model, the daemon, and the load time of each model. The last line contains the
+number of the lines before it. The daemon replaces the file periodically and when it exits. If the daemon is killed, the
+counts since the last write are lost. An invalid file is ignored.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ _log = logging.getLogger("weightd.counters")
 
 INTERVAL_S = 10.0
 
-# The number of records that are encoded in one turn of the loop, which takes a millisecond or two.
+# Number of records that are encoded in one turn of the event loop. Encoding them takes a millisecond or two.
 _MAX_RECORDS_PER_STEP = 128
 
-# Accounts: for each tenant and for the operator, one for each model and one without a model. The other lines are for
-# models, their load times and the daemon; some of these models may have been removed since.
+# Maximum number of lines in the file. Each tenant and the operator have one account for each model and one without a
+# model. The other lines are for the daemon, the models and the load times of models, including removed models.
 _MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
 _MAX_BYTES = 2048 * _MAX_LINES
 
 
 class CounterStoreError(Exception):
-    """The content of the file is invalid."""
+    """The content of the counter file is invalid."""
 
 
 class CounterRecord(Protocol):
@@ -47,30 +48,30 @@ class CounterRecord(Protocol):
 
 
 class CounterSource(Protocol):
-    """The counted objects of one type."""
+    """Objects of one type whose counters are stored, for example all models."""
 
     def records(self) -> Iterator[Any]:
-        """Yield a record of each object. Events during the iteration may be missing from the records."""
+        """Yield a record of each object. Events that happen during the iteration may be missing from the records."""
         ...
 
     def restore(self, records: Sequence[Any]) -> object:
-        """Continue from these stored records."""
+        """Continue counting from these records, which the previous daemon has stored."""
 
 
 class CounterEntry(NamedTuple):
-    """A source of records and the type of its records."""
+    """A source of records, and the class of these records."""
 
     source: CounterSource
     record_type: type[Any]
 
 
 class CounterStore:
-    """The file with the stored counters.
+    """Restores the counters from a file, and writes them to the file periodically.
 
     Args:
         path: the path of the file, in a directory that belongs to the daemon.
-        entries: the sources to store and restore, by the word that begins their lines.
-        call_soon: calls a function in the next turn of the loop.
+        entries: the sources to store and restore, by the key of the JSON objects in the file.
+        call_soon: calls a function in the next turn of the event loop.
 
     Attributes:
         timer: starts the periodic writes.
@@ -90,7 +91,7 @@ class CounterStore:
         self._remaining: Iterator[tuple[str, Any]] = iter(())
 
     def open(self, now: float) -> None:
-        """Restore the sources from the file, if there is a valid one, and begin to write periodically."""
+        """Restore the sources from the file, if it exists and is valid, and begin to write the file periodically."""
         self._is_open = True
         self.timer.set(now + INTERVAL_S)
         try:
@@ -124,14 +125,14 @@ class CounterStore:
             self._call_soon(self._continue_write)
 
     def _write_step(self) -> bool:
-        """Encode the next records, and replace the file after the last one; return whether this was done."""
+        """Encode the next records. After the last record, replace the file if it has changed, and return True."""
         for number, (word, record) in enumerate(self._remaining, 1):
             self._lines.append(json.dumps({word: plain(record)}))
             if number == _MAX_RECORDS_PER_STEP:
                 return False
         lines, self._lines = self._lines, []
         content = "".join(f"{line}\n" for line in [*lines, json.dumps({"lines": len(lines)})])
-        # Without a change there is no write, so that an idle disk can sleep.
+        # Unchanged counters are not written, so that an idle disk can sleep.
         if content != self._last_content:
             self._replace_file(content)
         return True
@@ -139,9 +140,9 @@ class CounterStore:
     def _replace_file(self, content: str) -> None:
         new_path = self.path.with_name(f"{self.path.name}.new")
         try:
-            # The operator may have removed the whole cache.
+            # The operator may have removed the whole cache directory.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # An earlier daemon may have left anything at this path.
+            # A daemon that was killed may have left a file at this path.
             with contextlib.suppress(FileNotFoundError):
                 new_path.unlink()
             with os.fdopen(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -157,7 +158,11 @@ class CounterStore:
 
 
 def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
-    """Return the records in the file at `path`, by the word that begins their lines.
+    """Return the records in the file at `path`, by the key of their JSON objects.
+
+    Args:
+        path: the path of the file.
+        record_types: the class of the records, by key.
 
     Raises:
         OSError: the file cannot be read.

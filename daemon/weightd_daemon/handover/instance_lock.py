@@ -1,7 +1,8 @@
-"""The instance lock of a daemon, the sockets of its children and its private directory.
+"""The instance lock, which lets only one daemon use a socket, and the paths that the daemon reserves with the lock.
 
-All paths follow from the path of the daemon's socket. So two daemons never touch each other's files, and only the next
-daemon on the same socket removes the files of a daemon that was killed.
+These paths are the sockets for child processes and the private directory. All of them are derived from the path of the
+daemon's socket. So daemons on different sockets never touch each other's files, and only the next daemon on the same
+socket removes the files of a daemon that was killed.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from weightd_daemon.platform.directories import PathInUse, check_not_replaceable
 from weightd_daemon.platform.listen import reserve_socket_path
 from weightd_daemon.processes.shim.client import wait_until_exited
 
-# The time in which a shim can end all its processes, whose memory the kernel has to free.
+# Seconds to wait until a shim of an earlier daemon has ended all its processes, whose memory the kernel has to free.
 _EXIT_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
 def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Generator[None, None, None]:
-    """Hold the lock of this instance and reserve its paths within the block; remove them afterwards.
+    """Hold the instance lock and reserve the daemon's paths within the block; remove the paths afterwards.
 
     Args:
-        config: the configuration of the paths.
-        keep_private_dir: leave the private directory to a shim, which removes it.
+        config: the configuration, which contains the paths.
+        keep_private_dir: whether a shim uses the private directory. This function then does not create or remove it.
 
     Raises:
         PathInUse: another daemon uses the same socket, or a path cannot be used.
@@ -64,7 +65,7 @@ def check_directories(config: DaemonConfig) -> None:
 def _make_cache_dir(path: Path) -> None:
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # The directory may be a link to another disk.
+        # The path may be a symbolic link to another disk. `stat` checks the directory to which the link points.
         check_not_replaceable(path, path.stat())
     except OSError as error:
         raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
@@ -78,7 +79,7 @@ def _lock_path(config: DaemonConfig) -> Path:
 
 @contextlib.contextmanager
 def _hold_lock_file(path: Path) -> Generator[None, None, None]:
-    """Hold the lock file within the block. It contains the pid of the process that holds it."""
+    """Hold a lock on a file within the block. The file contains the pid of the daemon that holds the lock."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -93,7 +94,7 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         except OSError as error:
             os.close(descriptor)
             raise PathInUse(f"cannot lock {path}: {error.strerror}") from None
-        # The previous owner may have removed the file between the open and the lock: then try again with a new file.
+        # If the previous daemon has removed the file between `open` and `flock`, try again with a new file.
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
@@ -103,7 +104,7 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
-        # The file is removed before it is unlocked, so this cannot remove the lock file of another process.
+        # The file is removed before it is unlocked, so this cannot remove the lock file of another daemon.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 

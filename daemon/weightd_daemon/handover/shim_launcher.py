@@ -1,4 +1,4 @@
-"""Starts processes through a shim, which the next daemon of the service takes over with all its processes."""
+"""Starts processes through a shim. The next daemon of the service takes over the shim and its processes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 _log = logging.getLogger("weightd")
 
 SHIM = "shim"
-"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): a link to the shim."""
+"""Name under which the service manager keeps the daemon's end of the shim's socket for the next daemon (FDSTORE=1)."""
 
-# The time in which the kernel can end the children of a shim that was killed.
+# Seconds to wait until a shim that is stopped or was killed, and all its children, have exited.
 _EXIT_TIMEOUT_S = 30.0
 
 
 class ShimLauncher:
-    """A `Launcher` that starts holders and workers as children of a shim, so that they outlive this process.
+    """A `Launcher` that starts holders and workers as children of a shim, so that they outlive the daemon.
 
     Args:
-        manager: stores the descriptor of the shim for the next daemon.
-        config: the configuration of the paths that the shim removes when it exits.
+        manager: the service manager, which keeps the descriptor of the shim's socket for the next daemon.
+        config: the configuration, with the paths that the shim removes when it exits.
 
     Attributes:
-        inherited_state: the state of the previous daemon; None if every model has to be loaded.
+        inherited_state: the content of the previous daemon's state file; None if every model has to be loaded.
 
     Raises:
         PathInUse: the private directory cannot be created, or the shim cannot be started.
@@ -70,7 +70,7 @@ class ShimLauncher:
 
     @property
     def own_entries(self) -> Collection[str]:
-        """The names of the entries in the private directory that belong to this object."""
+        """The names of the files that this launcher and the shim use in the private directory."""
         return {self.handover_path.name, client.LOG_NAME}
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
@@ -79,7 +79,7 @@ class ShimLauncher:
         try:
             return self._shim.start(self._with_parent(process_spec))
         except ShimLost as error:
-            # The children of the shim have died with it, which their pidfds report. Later children need a new shim.
+            # The children of the lost shim have died with it, as their pidfds report. New children need another shim.
             _log.error("%s; starting another shim", error)
             self._is_lost = True
             self._shim.kill()
@@ -102,7 +102,7 @@ class ShimLauncher:
         return self._shim.watch(survivor)
 
     def close(self) -> None:
-        """Close the link to the shim, which then kills its children unless the service manager keeps the descriptor."""
+        """Close the socket to the shim. The shim kills its children unless the service manager keeps the descriptor."""
         if not self._is_lost:
             self._shim.close()
 
@@ -114,7 +114,7 @@ class ShimLauncher:
             shim = ShimClient(descriptor)
         except ShimLost as error:
             _log.warning("loading every model again: %s", error)
-            # A shim that was only slow exits when the last duplicate of its descriptor is closed.
+            # If the shim is only slow, it exits when the service manager has closed its duplicate of the descriptor.
             self._manager.remove_descriptor(SHIM)
             return None
         try:
@@ -122,8 +122,8 @@ class ShimLauncher:
         except HandoverError as error:
             _log.warning("loading every model again: %s", error)
             self._manager.remove_descriptor(SHIM)
-            # The shim removes its files, including the children's sockets, when it exits. If its directory is not this
-            # daemon's, `wait_until_exited` would not wait for it.
+            # When the old shim exits, it removes its files, including the sockets for children, so wait for its exit.
+            # `make_private_directory` would not wait if the old shim uses another directory than this daemon.
             _log.info("waiting for the processes of the previous daemon to end")
             shim.stop(_EXIT_TIMEOUT_S)
             return None

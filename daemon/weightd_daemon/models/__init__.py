@@ -1,5 +1,6 @@
-"""The served models: which generation of each serves on which device, and from which files it was loaded.
+"""The served models: for each model, the generation that serves on each device, and the files that it has loaded.
 
 This package connects models, generations, requests and child processes. It opens no sockets, and it starts processes
-only through `processes`. It may import `processes`, `scheduling`, `generations` and the packages below them.
+only through the package `processes`. It may import `processes`, `scheduling`, `generations` and the packages in lower
+layers.
 """

@@ -1,7 +1,8 @@
-"""The admission of a deployment's generations: the resources that each needs, and which generations make room.
+"""Decides whether a generation may start: computes the memory and processes that it needs, and checks two limits.
 
-Two limits apply: the budgets for the memory of models (`residency.py`), for which other models may be unloaded, and the
-limits of the device (`placement.py`), for which older generations of the same model may be drained.
+The first limit is the budgets for the memory of models (`residency/table.py`). If a budget is used up, other models may
+be unloaded. The second limit is the device (`placement.py`). If the device is full, older generations of the same model
+may be drained.
 """
 
 from __future__ import annotations
@@ -21,31 +22,34 @@ _log = logging.getLogger("weightd.generation")
 
 
 class ModelMemory(Protocol):
-    """The memory of a model's generations within the budgets of the host, its cards and the tenants."""
+    """Reserves memory for a model's generations in the budgets of the host, the cards and the tenants."""
 
     def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
-        """Return whether a generation may start its processes; until then its memory is requested."""
+        """Reserve memory for a generation, and return whether the generation may start its processes.
+
+        If too little memory is free, the request is recorded, and the caller calls this method again later.
+        """
         raise NotImplementedError
 
     def restore(self, label: str, request: ResourceRequest, device: str) -> None:
-        """Record a generation that an earlier daemon has loaded."""
+        """Reserve the memory of a generation that an earlier daemon has loaded."""
 
     def on_serving(self, label: str) -> None:
-        """Record that a generation serves."""
+        """Record that a generation serves requests."""
 
     def on_leaving(self, label: str) -> None:
-        """Record that the processes of a generation are exiting."""
+        """Record that a generation is shutting down: its processes are exiting."""
 
     def on_ended(self, label: str) -> None:
-        """Record that no process of a generation is left."""
+        """Release the memory of a generation whose processes have all exited."""
 
 
 class Verdict(NamedTuple):
-    """The answer to a request for memory.
+    """The answer to a request to reserve memory.
 
     Attributes:
         is_granted: whether the memory is reserved.
-        rejection_reason: why it can never be; "" if it may be later.
+        rejection_reason: why the memory can never be reserved, as text for users; "" if it is or may be reserved.
     """
 
     is_granted: bool
@@ -53,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 class UnlimitedMemory:
-    """The memory of a model whose memory has no budget."""
+    """Implementation of `ModelMemory` without budgets: it grants every request."""
 
     def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
         """Grant every request."""
@@ -73,18 +77,20 @@ class UnlimitedMemory:
 
 
 class Admission:
-    """Decides which generations of a deployment fit its placement.
+    """Decides whether the next generation of a deployment fits on its device, which has limited memory and processes.
 
     Args:
-        placement: the device, or the cards of all ranks.
-        rollout_policy: the configured memory of a process.
-        wake: called when resources were released for which a generation waits.
-        predecessor: the deployments whose room may be taken if there is no room for both; None: no such deployments.
-        memory: the budgets for the model's memory.
+        placement: the device of the deployment, or the cards of its rank group.
+        rollout_policy: the configured memory of a process and of the communication between ranks.
+        wake: called when another generation has released resources and a generation of the deployment waits for
+            resources.
+        predecessor: the deployments of the model that is being replaced, which may be drained if both models do not
+            fit; None: no model is being replaced.
+        memory: reserves memory in the budgets; None: there are no budgets.
 
     Attributes:
-        memory: as above.
-        is_released: whether resources were released since a generation began to wait.
+        memory: reserves memory in the budgets.
+        is_released: whether resources were released after the last attempt to start the waiting generation.
     """
 
     def __init__(
@@ -104,7 +110,7 @@ class Admission:
         self._wake = wake
 
     def request(self, spec: GenerationSpec, snapshot: Snapshot) -> ResourceRequest:
-        """Return the resources that a generation needs to load this snapshot."""
+        """Return the memory and the processes that a generation with this configuration needs to load this snapshot."""
         nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
         if slices:
             buffer_bytes = self._rollout_policy.buffer_bytes
@@ -112,25 +118,25 @@ class Admission:
         if spec.rank_group is not None:
             return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
         worker_count = spec.process_count
-        # Without sharing, the holder and its copy of the weights are gone before a worker loads.
+        # Without sharing, the holder exits before a worker loads, so its copy of the weights does not count.
         copy_count = 1 if spec.is_sharing else worker_count
         return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
     def restore(self, generation: GenerationBase, snapshot: Snapshot, port: int) -> None:
-        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
+        """Reserve the resources of a running generation and the port of its ranks, even if this exceeds the limits."""
         self._learn(generation)
         request = self.request(generation.spec, snapshot)
         self._placement.restore(generation.label, request, port)
         self.memory.restore(generation.label, request, self._placement.name)
 
     def has_memory(self, label: str, request: ResourceRequest) -> Verdict:
-        """Return whether the budgets have memory for a generation; other models may be unloaded for it meanwhile."""
+        """Reserve memory for a generation in the budgets; if too little is free, other models may be unloaded."""
         return self.memory.admit(label, request, self._placement.name)
 
     def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
-        """Return why there is no room for a generation, or "".
+        """Return why the device does not have the resources for a generation now, or "" if it has.
 
-        If the generation fits without its predecessor, the predecessor is vacated.
+        If the generation would fit without the model that is being replaced, the deployments of that model are drained.
         """
         reason = self._placement.rejection_reason(label, request)
         if not reason or self._predecessor is None:
@@ -141,7 +147,10 @@ class Admission:
         return self._placement.rejection_reason(label, request)
 
     def will_suffice(self, generation: GenerationBase, request: ResourceRequest) -> bool:
-        """Return whether there is room once all leaving generations are gone; if so, wait for their release."""
+        """Return whether a generation fits after all generations that are shutting down have released their resources.
+
+        If so, `wake` is called at each such release.
+        """
         if self._placement.rejection_reason(generation.label, request, excluding=self._placement.leaving):
             return False
         if generation.label not in self._placement.waiting:
@@ -151,7 +160,13 @@ class Admission:
         return True
 
     def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
-        """Record the free bytes that the card of this rank reported after a process of the generation has loaded."""
+        """Record the free memory of a card, as reported by a process of the generation after it has loaded.
+
+        Args:
+            generation: the generation of the process.
+            memory: the memory of the card; None if the process has reported none.
+            rank: the number of the rank that has reported; 0 without ranks.
+        """
         if memory is not None:
             self._placement.set_free_bytes(memory.free_bytes, rank)
             self._learn(generation)

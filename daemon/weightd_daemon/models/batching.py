@@ -1,4 +1,7 @@
-"""The batching policy of a generation, from the configuration and the holder's row test, and its description."""
+"""The batching policy of a generation: computed from the configuration and the row test, and described for users.
+
+The holder of a generation runs the row test: it runs rows together in one predict and alone, and compares the results.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from weightd_protocol.messages.worker_common import RowSupport
 
 
 def batching_policy(config: ModelConfig, generation: GenerationBase) -> BatchingPolicy:
-    """Return the configured policy, limited to the row operations that the generation's holder has tested."""
+    """Return the configured batching policy, as far as the row test of the generation's holder allows it."""
     built = generation.built
     row_support = None if built is None else built.row_support
     if built is None or row_support is None or not row_support.inputs or not row_support.outputs:
@@ -36,13 +39,19 @@ def batching_policy(config: ModelConfig, generation: GenerationBase) -> Batching
 
 
 def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
-    """Return how many rows of several requests may share a predict; 0 if this is not configured or not yet known."""
+    """Return the maximum number of rows of several requests that may share a predict.
+
+    The result is 0 if no batching is configured or the row test has not ended, and 1 if the row test forbids batching.
+    """
     row_support = None if generation.built is None else generation.built.row_support
     return 0 if row_support is None or config.batching.max_rows == 1 else batching_policy(config, generation).max_rows
 
 
 def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
-    """Return a description of the batching and splitting in force and of its limits; "" if neither is configured."""
+    """Return a text for users: how requests of the generation are batched and split, or why they are not.
+
+    The text is "" if neither is configured, or if the row test has not ended.
+    """
     row_support = None if generation.built is None else generation.built.row_support
     if row_support is None:
         return ""
@@ -76,7 +85,10 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
 
 
 def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
-    """Return the self-test's dimensions, with which the holder has run rows together and alone."""
+    """Return the name of each input with its dimensions besides the rows, as used in the row test.
+
+    The row test uses the same dimensions as the self-test. The result is None without a self-test.
+    """
     if not built.selftest_cases:
         return None
     shapes = built.selftest_cases[0].items()
@@ -84,7 +96,10 @@ def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
 
 
 def _inputs_without_rows(generation: GenerationBase) -> list[str]:
-    """Return the inputs without a row dimension; requests cannot share a batch if they may differ there."""
+    """Return the names of the inputs that have no row dimension.
+
+    A model with such inputs cannot batch requests, because two requests may have different values for these inputs.
+    """
     built = generation.built
     if built is None or built.row_support is None:
         return []
@@ -92,10 +107,13 @@ def _inputs_without_rows(generation: GenerationBase) -> list[str]:
 
 
 def _has_other_free_dims(generation: GenerationBase) -> bool:
-    """Return whether a request may have more free dimensions than its rows."""
+    """Return whether any input has a dimension of variable size besides its first one, the number of rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)
 
 
 def _unmerged_principals(generation: GenerationBase) -> Mapping[int, UnmergedPrincipal]:
-    """Return the tenants and users whose requests share no predict with others; rank groups do not determine them."""
+    """Return the principals whose requests share no predict with other requests, by their numbers.
+
+    The result is empty for a rank group, because rank groups do not detect such principals.
+    """
     return generation.unmerged_principals if isinstance(generation, Generation) else {}

@@ -1,8 +1,10 @@
-"""A model on one device, and its generations: one that serves, one that loads, and any number that are draining.
+"""A deployment: a model on one device or rank group, with all its generations.
 
-A deployment makes decisions without I/O, as generations do: it receives events and the clock, and returns actions. It
-guarantees that the workers of only one generation receive requests, and that a second copy of the weights exists only
-while one generation takes over from another, and only if the device has room for it.
+At most one generation serves and at most one loads; any number of generations may be draining. A deployment makes
+decisions without I/O: it receives events and the clock, and returns actions.
+
+A deployment guarantees that the workers of only one generation receive requests. It also guarantees that a second copy
+of the weights exists only while one generation takes over from another, and only if the device has enough memory.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ _log = logging.getLogger("weightd.generation")
 
 
 class Deployment(DeploymentView):
-    """Keeps one generation serving; `DeploymentView` has the queries of its state.
+    """Keeps one generation of a model serving; the base class `DeploymentView` has the queries of its state.
 
     Args:
-        placement: the memory and process budget of one device, or of the cards of all ranks.
-        spec: the specification of each generation.
+        placement: the device or the cards of the rank group, with their limits of memory and processes.
+        spec: the configuration with which generations are made.
         rollout_policy: how one generation replaces another.
-        make_generation: makes a generation of a source, with a new number.
-        admission: decides which generations there is room for.
+        make_generation: returns a new generation that loads a source.
+        admission: decides whether the next generation fits on the device.
 
     Attributes:
-        admission: as above.
+        admission: the argument `admission`.
     """
 
     def __init__(
@@ -61,20 +63,20 @@ class Deployment(DeploymentView):
         self._make_generation = make_generation
         self._backoff = RestartBackoff()
         self._serving_since = 0.0
-        # The snapshot of the loading generation, while that waits for room.
+        # The snapshot and the known self-test of the loading generation, while this generation waits for resources.
         self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
         self._actions: list[tuple[GenerationBase, Action]] = []
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def load(self, source: ModelSource) -> None:
-        """Load this source while the deployment `is_unloaded` or `has_failed`."""
+        """Start to load this source without delay; the deployment must be UNLOADED or FAILED."""
         self.advance(DeploymentEvent.LOAD if self.is_unloaded else DeploymentEvent.RETRY)
         self._backoff = RestartBackoff()
         self.start(source)
 
     def start(self, source: ModelSource) -> None:
-        """Load a generation of this source."""
+        """Make a new generation of this source, and start to load it."""
         self._wanted_source = None
         self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
         self.loading.worker_target = self.worker_target
@@ -82,7 +84,13 @@ class Deployment(DeploymentView):
         self._collect_actions()
 
     def resume(self, generation: GenerationBase, snapshot: Snapshot, port: int = 0) -> None:
-        """Take over a generation, and its port, that the previous daemon loaded from this snapshot."""
+        """Take over a running generation that the previous daemon has loaded.
+
+        Args:
+            generation: the generation.
+            snapshot: the snapshot from which the generation was loaded.
+            port: the port on which the ranks of the generation communicate; 0 for none.
+        """
         self.loading = self._last_generation = generation
         self.spec = generation.spec
         self.worker_target = generation.worker_target
@@ -90,10 +98,10 @@ class Deployment(DeploymentView):
         self.admission.restore(generation, snapshot, port)
 
     def update(self, source: ModelSource, now: float) -> None:
-        """Load a generation that takes over once `take_over` is called.
+        """Load a generation of a new source, which serves after a call of `take_over`.
 
-        If the deployment `is_lost` or `is_being_replaced`, the generation that is loading for that reason is dropped.
-        Its source is loaded again only if the update fails.
+        If the deployment was loading another generation, because the serving one was lost or lacks workers, that other
+        generation is drained. The source of the drained generation is loaded again only if the update fails.
         """
         wanted_again = self._wanted_source
         if self.loading is not None and (self.is_lost or self.is_being_replaced):
@@ -105,26 +113,38 @@ class Deployment(DeploymentView):
         self._wanted_source = wanted_again
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, selftest: SelfTestSpec | None = None) -> bool:
-        """Let the generation that waits for this snapshot continue as soon as there is room.
+        """Let the generation that waits for this snapshot continue as soon as it fits on the device.
 
-        `selftest` is the self-test that an earlier generation of the source has found. Return whether a generation
-        waits.
+        Args:
+            source: the source of the snapshot.
+            snapshot: the snapshot.
+            selftest: the self-test that an earlier generation of the source has found, or None.
+
+        Return whether a generation waits for the snapshot.
         """
         is_awaited = self.is_awaiting_snapshot(source)
         if selftest is not None and self._failed_generation is not None:
-            # The result of the earlier holder may be the cause of the failure.
+            # The stored result of an earlier holder may have caused the failure, so the next generation starts a holder
+            # again.
             selftest = dataclasses.replace(selftest, built=None)
         if is_awaited:
             self._pending_snapshot = snapshot, selftest
         return is_awaited
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """Fail the generation that waits for the source's snapshot; `is_transient`: the cause may go away by itself."""
+        """Fail the generation that waits for the snapshot of this source.
+
+        Args:
+            source: the source.
+            cause: why the snapshot could not be taken.
+            now: the clock.
+            is_transient: whether the cause may disappear without an operator, such as a full disk.
+        """
         if self.is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(FailureReason(cause, is_transient=is_transient), now)
 
     def take_over(self, now: float) -> None:
-        """Make the loaded generation the one that serves; the caller calls `reconcile` next."""
+        """Let the loaded generation serve, and drain the one that served before; the caller calls `reconcile` next."""
         loading = self.loading
         if loading is None:
             return
@@ -140,27 +160,27 @@ class Deployment(DeploymentView):
         if old is not None:
             _log.info("%s takes over from %s", loading.label, old.label, extra=loading.log_extra())
             self._drain_generation(old, now)
-        # This follows the removal of the old generation's slots, so that two generations never receive requests at
-        # once.
+        # The new slots are added after the old generation's slots were removed, so that two generations never receive
+        # requests at the same time.
         self._collect_actions()
         self._actions += [(loading, AddSlot(name)) for name in loading.processes.slots]
 
     def abandon(self, cause: str, now: float) -> None:
-        """Fail the generation that `update` has loaded."""
+        """Give up an update for this cause: fail the generation that `update` loads."""
         if self.loading is not None and self.is_updating:
             self.loading.fail(FailureReason(cause), now)
 
     def mark_leaving(self) -> None:
-        """Announce that the deployment will be drained, so that other generations may wait for its room."""
+        """Announce that all generations will be drained, so that others wait for the memory that becomes free."""
         self.placement.mark_leaving([generation.label for generation in self.generations])
 
     def unload(self, now: float, event: DeploymentEvent = DeploymentEvent.UNLOAD) -> None:
-        """Drain all generations and load none; running batches may take `predict_timeout` seconds more.
+        """Drain all generations and load no others; running batches may take `predict_timeout` seconds more.
 
         Args:
             now: the clock.
-            event: UNLOAD: until `load`. VACATE: until `reinstate`, so that another model of the same name can take the
-                room.
+            event: UNLOAD: nothing is loaded until a call of `load`. VACATE: nothing is loaded until a call of
+                `reinstate`, so that a changed model of the same name can use the memory.
         """
         self.advance(event)
         self.mark_leaving()
@@ -175,7 +195,7 @@ class Deployment(DeploymentView):
         self.loading = self._pending_snapshot = None
 
     def reinstate(self) -> None:
-        """Load the source that served before `vacate` again, because the other model could not be loaded."""
+        """After VACATE, load the last source again, because the changed model could not be loaded."""
         if self.is_vacated:
             self.advance(DeploymentEvent.REINSTATE)
             self._wanted_source = self.main_generation.source
@@ -190,15 +210,15 @@ class Deployment(DeploymentView):
             generation.drain(now, timeout_s=timeout_s)
 
     def tick(self, now: float) -> None:
-        """Perform what is due in each generation."""
+        """Call `tick` of each generation whose next event is due."""
         for generation in self.generations:
             if now >= generation.next_tick_at:
                 generation.tick(now)
 
     def reconcile(self, now: float) -> None:
-        """Bring the actual state closer to the wanted one.
+        """Admit, start, replace or give up generations as the present state requires, and collect their actions.
 
-        The caller calls this after each event of the deployment or of its generations.
+        The caller calls this method after each event of the deployment or of its generations.
         """
         self._collect_actions()
         if self.loading is not None and self.loading.state not in ACTIVE:
@@ -216,21 +236,21 @@ class Deployment(DeploymentView):
 
     @property
     def next_tick_at(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
+        """The time at which `tick` is due, in monotonic seconds."""
         if self.admission.is_released and self._pending_snapshot is not None:
             return 0.0
         due_at = min((each.next_tick_at for each in self.generations), default=float("inf"))
         return min(due_at, self._backoff.due_at) if self.may_load else due_at
 
     def take_actions(self) -> list[tuple[GenerationBase, Action]]:
-        """Return the pending actions in order, and clear them."""
+        """Remove and return the pending actions in order, each with its generation."""
         actions, self._actions = self._actions, []
         return actions
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Let a generation that has its snapshot continue if its device has room."""
+        """Let the loading generation start its processes if its snapshot exists and its device has enough resources."""
         self.admission.is_released = False
         if self._pending_snapshot is None or self.loading is None:
             return
@@ -245,9 +265,9 @@ class Deployment(DeploymentView):
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self.admission.rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
-            return  # the draining generations free their room, and there are never more than two
-        # Two rank groups may be unable to run beside each other, however much room there is. So an update may have to
-        # drain the old group first.
+            return  # wait: draining generations free memory, and no third generation may start
+        # Two rank groups may be unable to run on the same cards at once, even with enough memory. So an update may have
+        # to drain the old group first.
         is_beside = self.is_updating and self.spec.rank_group is None
         if old is not None and not is_beside and self._rollout_policy.vacates_first(has_room=not reason):
             vacate_reason = reason or "policy replace"
@@ -270,7 +290,11 @@ class Deployment(DeploymentView):
             coming.on_snapshot_taken(snapshot.sha256, now, selftest, tuple(each.sha256 for each in snapshot.slices))
 
     def _take_over_if_ready(self, now: float) -> None:
-        """Let the loaded generation take over: at once if none serves, otherwise as soon as it is complete."""
+        """Let the loaded generation take over: at once if none serves, else once all workers that can load are ready.
+
+        During an update, `Rollouts` decides when all devices take over. Then this method only fails the generation if
+        some worker could not load the model.
+        """
         loading = self.loading
         if loading is None or loading.state is not GenerationState.SERVING:
             return
@@ -292,7 +316,8 @@ class Deployment(DeploymentView):
         elif self.is_updating:
             self.advance(DeploymentEvent.FINISH_UPDATE)
         elif failed.failure.retry_hint is RetryHint.WAIT_FOR_MEMORY:
-            # One copy of the weights for each process would find even less memory, so there is no fallback here.
+            # There is no fallback to one copy of the weights for each process, because the copies would need even more
+            # memory.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             self._retry_or_fail(failed)
         elif self._rollout_policy.should_fall_back and self.spec.is_sharing and _may_sharing_be_why(failed):
@@ -369,9 +394,9 @@ class Deployment(DeploymentView):
         old.drain(now, timeout_s=self.spec.predict_timeout)
 
     def _collect_actions(self) -> None:
-        """Collect the actions of all generations, and release the generations that have ended.
+        """Collect the actions of all generations, and release the resources of the generations that have ended.
 
-        Only the serving generation may add slots.
+        Actions that add slots are collected only from the serving generation, so that no other one receives requests.
         """
         if self.serving is not None:
             self.admission.memory.on_serving(self.serving.label)
@@ -391,11 +416,11 @@ class Deployment(DeploymentView):
 
 
 def _may_sharing_be_why(failed: GenerationBase) -> bool:
-    """Return whether sharing the weights may have caused the failure, so that each process should load its own."""
+    """Return whether the failure may come from sharing the weights, so that each process should load its own copy."""
     return bool(failed.sha256) and failed.built is None and not failed.failure.is_transient
 
 
 def _log_failure(generation: GenerationBase) -> None:
-    """Log the cause of a failure, unless the failure of the whole generation was logged already."""
+    """Log why a generation has failed; a generation that was drained has no failure to log."""
     if generation.state is GenerationState.FAILED:
         _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())

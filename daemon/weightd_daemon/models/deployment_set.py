@@ -1,4 +1,4 @@
-"""A set of deployments that are loaded and reconciled together, for one model or for a model group."""
+"""All deployments of one model or one model group, which load the same files and are reconciled together."""
 
 from __future__ import annotations
 
@@ -30,21 +30,24 @@ from weightd_daemon.models.versions import IdSequence
 
 
 class DeploymentSet:
-    """Keeps deployments loaded from the same sources, and performs the actions of their generations.
+    """The deployments of one model or model group, one for each placement; performs the actions of their generations.
 
     Args:
-        name: the prefix of the labels of its generations.
-        use: the models that its processes serve.
-        placements: the placement of each deployment, with the specification of its generations.
+        name: the name of the model or group, with which the labels of the generations begin.
+        use: the models that the processes of the set serve.
+        placements: for each deployment, its device or the cards of its rank group, and the configuration of its
+            generations.
         rollout_policy: how one generation replaces another.
         process_manager: starts and ends the processes.
-        ids: numbers the generations.
-        load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
-        predecessor: the deployments whose room this set may take if there is no room for both.
-        memory: the budgets for the memory of the generations; None: no budget.
+        ids: assigns the numbers of the generations.
+        load_limiter: limits how many workers of all models attach at the same time; None: one worker of a generation at
+            a time.
+        predecessor: the deployments of the model that this set replaces, which may be drained if both do not fit; None:
+            the set replaces no model.
+        memory: reserves memory for the generations in the budgets; None: there are no budgets.
 
     Attributes:
-        process_events: handles the messages and exits of its processes.
+        process_events: handles the messages and exits of the set's processes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -80,10 +83,10 @@ class DeploymentSet:
     def __iter__(self) -> Iterator[Deployment]:
         return iter(self._deployments)
 
-    # --- from its models ----------------------------------------------------------------------------------------
+    # --- called by the models -----------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start one more of its models; loading begins once all models have started."""
+        """Record that one more model of the set was started; load the set once all its models were started."""
         self._started_count += 1
         if self._started_count == self._use.model_count:
             for deployment in self._deployments:
@@ -91,10 +94,10 @@ class DeploymentSet:
         self.reconcile(now)
 
     def resume(self, records: Sequence[GenerationRecord], now: float) -> None:
-        """Take over the generations that the previous daemon has loaded, and load the missing ones."""
+        """Take over the recorded generations of the previous daemon; load each deployment that has none."""
         remaining = list(records)
         for deployment in self._deployments:
-            # Several rank groups on the CPU share one device name, so each record is used once.
+            # Several rank groups on the CPU have the same device name, so a used record is removed from the list.
             record = next((each for each in remaining if each.device == deployment.placement.name), None)
             if record is not None:
                 remaining.remove(record)
@@ -114,18 +117,21 @@ class DeploymentSet:
         return [each for each in records if each is not None]
 
     def on_snapshot_taken(self, now: float) -> None:
-        """Let the deployments that wait for the snapshot of one of its models continue."""
+        """Let the deployments continue that wait for a snapshot, because one of a model was taken."""
         self._report_snapshots()
         self.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool) -> None:
-        """Fail the generations that wait for a model's source; `is_transient`: the cause may go away by itself."""
+        """Fail the generations that wait for the snapshot of this source.
+
+        `is_transient` tells whether the cause may disappear without an operator.
+        """
         for deployment in self._deployments:
             deployment.on_snapshot_failed(self._use.loaded_source(source), cause, now, is_transient=is_transient)
         self.reconcile(now)
 
     def load(self, now: float) -> None:
-        """Load each deployment that is unloaded or has failed; if all have failed, read the model files again."""
+        """Load each UNLOADED or FAILED deployment; if all have FAILED, take a new snapshot of the model files."""
         if all(each.has_failed for each in self._deployments):
             self._use.renew_source()
         for deployment in self._deployments:
@@ -134,14 +140,14 @@ class DeploymentSet:
         self.reconcile(now)
 
     def unload(self, now: float) -> None:
-        """Unload each deployment that is not unloaded; none may be updating or vacated."""
+        """Unload each deployment that is not UNLOADED; the caller ensures that none is updating or vacated."""
         for deployment in self._deployments:
             if not deployment.is_unloaded:
                 deployment.unload(now)
         self.reconcile(now)
 
     def covers_row_test(self, config: ModelConfig) -> bool:
-        """Return whether the holder's row test, as it is specified now, suffices for this configuration."""
+        """Return whether the row test that the holders run now suffices for the batching of this configuration."""
         return self._deployments[0].spec.row_test.covers(RowTestSpec.from_config(config))
 
     def on_reconfigured(self) -> None:
@@ -152,34 +158,37 @@ class DeploymentSet:
         self._process_manager.mark_changed()
 
     def mark_leaving(self, model: str) -> None:
-        """Record that a model will be drained; once all models will be, other generations may wait for their room."""
+        """Record that a model of the set will be drained.
+
+        Once all models of the set will be drained, generations of other models may wait for the resources of this set.
+        """
         self._leaving_models.add(model)
         if len(self._leaving_models) == self._use.model_count:
             for deployment in self._deployments:
                 deployment.mark_leaving()
 
     def vacate(self, now: float) -> None:
-        """Drain the serving and loading generations so that their replacement finds room."""
+        """Drain the serving and loading generations, so that a changed model of the same name finds enough memory."""
         for deployment in self._deployments:
             if deployment.state is DeploymentState.ESTABLISHED:
                 deployment.unload(now, DeploymentEvent.VACATE)
         self.reconcile(now)
 
     def reinstate(self, now: float) -> None:
-        """Load the vacated deployments again, because their replacement cannot be loaded."""
+        """Load the vacated deployments again, because the changed model cannot be loaded."""
         for deployment in self._deployments:
             deployment.reinstate()
         self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """Drain the deployments if all models of the process are draining; batches may run for `timeout_s` seconds."""
+        """Drain the deployments if all models of the set are draining; batches may run for `timeout_s` seconds more."""
         if all(each.is_draining for each in self._use.models):
             for deployment in self._deployments:
                 deployment.drain(now, timeout_s=timeout_s)
         self.reconcile(now)
 
     def tick(self, now: float) -> None:
-        """Run the watchdog, and perform what is due in each deployment."""
+        """Run the watchdog, and call `tick` of each deployment whose next event is due."""
         self.process_events.run_watchdog([each.serving for each in self._deployments if each.serving is not None], now)
         due_deployments = [each for each in self._deployments if now >= each.next_tick_at]
         for deployment in due_deployments:
@@ -188,16 +197,16 @@ class DeploymentSet:
             self.reconcile(now)
 
     def reconcile(self, now: float) -> None:
-        """Perform pending actions after an event of a generation, and let each model apply the new state."""
+        """Perform the pending actions after an event of a generation, and let each model react to the new state."""
         self._process_manager.mark_changed()
         self.perform_actions(now)
         for model in self._use.models:
             model.on_reconciled(now)
 
     def perform_actions(self, now: float) -> None:
-        """Perform pending actions until there are no more.
+        """Perform the pending actions of all deployments, and further actions that follow from them.
 
-        A generation that waits for an existing snapshot receives it here, which may cause further actions.
+        A generation that requests a snapshot which exists already receives the snapshot here.
         """
         may_want_more = True
         while may_want_more:
@@ -212,7 +221,7 @@ class DeploymentSet:
 
     @property
     def next_tick_at(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
+        """The time at which `tick` is due, in monotonic seconds."""
         return min(each.next_tick_at for each in self._deployments)
 
     @property
@@ -241,12 +250,12 @@ class DeploymentSet:
         return True
 
     def _wake(self) -> None:
-        """Wake all models, because a device has free memory for which a deployment waits."""
+        """Schedule `tick` of all models: resources were released, and a generation of this set waits for resources."""
         for model in self._use.models:
             model.wake()
 
     def _report_snapshots(self) -> bool:
-        """Offer the existing snapshots to all deployments; return whether a generation waits for one of them."""
+        """Pass all existing snapshots to all deployments; return whether a generation was waiting for one of them."""
         awaited = [
             deployment.on_snapshot_taken(each.source, each.snapshot, each.selftest)
             for each in self._use.ready_snapshots()
@@ -256,7 +265,7 @@ class DeploymentSet:
 
 
 class _GenerationFactory:
-    """Makes the generations of a deployment set, each with a new number. `DeploymentSet` describes the arguments."""
+    """Makes the generations of a deployment set. `DeploymentSet` describes the arguments."""
 
     def __init__(self, name: str, use: ProcessUse, ids: IdSequence, load_limiter: LoadLimiter | None) -> None:
         self._name = name
@@ -265,12 +274,12 @@ class _GenerationFactory:
         self._load_limiter = load_limiter
 
     def make(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
-        """Return a new generation of a source, not yet started."""
+        """Return a new generation with a new number; it loads this source once the caller starts it."""
         setup = self._setup(placement.name, source, spec, self._ids.next_generation())
         return self._registered(Generation(setup) if spec.rank_group is None else RankGroup(setup))
 
     def resume(self, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> GenerationBase:
-        """Return a generation that the previous daemon has loaded."""
+        """Return the generation of this record, which the previous daemon has loaded."""
         spec = spec if record.is_sharing else spec.without_sharing()
         return self._registered(resume_generation(self._setup(record.device, source, spec, record.number), record, now))
 
@@ -280,8 +289,9 @@ class _GenerationFactory:
         return GenerationSetup(label, spec, device, source, number, counters, attach_limit)
 
     def _registered(self, generation: GenerationBase) -> GenerationBase:
-        # Only CPU generations attach in parallel. On a card, an attach may write to memory on which others compute, and
-        # the daemon learns its memory use from the free memory that the card reports afterwards.
+        # Only workers on the CPU attach in parallel. On a card, they attach one by one: an attach may write to memory
+        # that other workers use, and the daemon measures the memory of a process by the card's free memory after its
+        # attach.
         if self._load_limiter is not None and is_cpu(generation.device):
             model_bytes = functools.partial(self._snapshot_bytes, generation.source)
             self._load_limiter.add(generation, model_bytes, self._use.build_factor)

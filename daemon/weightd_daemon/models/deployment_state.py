@@ -1,4 +1,7 @@
-"""The states and queries of a deployment; a state transition that the table does not list raises."""
+"""The states of a deployment with their transitions, and a read-only view of a deployment.
+
+A transition that `DEPLOYMENT_TRANSITIONS` does not list raises `IllegalTransition`.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,15 @@ from weightd_daemon.platform.memory import MIB
 
 
 class DeploymentState(enum.Enum):
-    """The state of a deployment, which decides what follows the failure of a generation."""
+    """The state of a deployment; it decides what the daemon does after a generation has failed."""
 
-    UNLOADED = "unloaded"  # nothing is loaded until `load`
-    INITIAL = "initial"  # nothing has served yet: a generation that cannot be loaded leads to FAILED
-    ESTABLISHED = "established"  # something has served: a lost generation is loaded again without limit
-    UPDATING = "updating"  # another source is loaded beside it, to take over on all devices at once
-    VACATED = "vacated"  # it has made room for another model of its name, and loads again if that cannot be loaded
-    FAILED = "failed"  # nothing is loaded until a retry or an update
-    REPAIRING = "repairing"  # an update is loaded although nothing has served
+    UNLOADED = "unloaded"  # the deployment loads nothing until `load` is called
+    INITIAL = "initial"  # no generation has served yet; a failed load leads to FAILED
+    ESTABLISHED = "established"  # a generation has served; if it is lost, the daemon loads new ones without limit
+    UPDATING = "updating"  # an update loads a new source, which takes over on all devices at once
+    VACATED = "vacated"  # drained for a changed model of the same name; loads again if that model fails
+    FAILED = "failed"  # the load has failed; a retry or an update loads again
+    REPAIRING = "repairing"  # an update loads a new source after the load has failed
     STOPPING = "stopping"  # everything is shutting down
 
 
@@ -73,7 +76,7 @@ DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], Deploym
 
 
 class ReplacedDeployments(Protocol):
-    """The deployments of a model whose room the deployments of its replacement may take."""
+    """The deployments of a model that is being replaced; they can be drained to free memory for its successor."""
 
     @property
     def generations(self) -> Sequence[GenerationBase]:
@@ -81,7 +84,7 @@ class ReplacedDeployments(Protocol):
         raise NotImplementedError
 
     def vacate(self, now: float) -> None:
-        """Drain these deployments to free their room."""
+        """Drain these deployments to free their memory and processes."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,11 @@ class RolloutPolicy:
     """The configured policy for replacing one generation by another.
 
     Attributes:
-        policy: whether the old generation leaves before the new one is loaded.
-        should_fall_back: whether a generation that cannot share its weights is followed by one without sharing.
-        process_bytes: the bytes that each process takes on the device beside the weights; a larger observed value takes
-            precedence.
-        buffer_bytes: the bytes that communication between ranks takes on each card.
+        policy: whether the old generation is drained before the new one is loaded.
+        should_fall_back: whether, after sharing has failed, a generation is loaded that does not share its weights.
+        process_bytes: the bytes that each process needs on the device besides the weights; a larger measured value
+            takes precedence.
+        buffer_bytes: the bytes that the communication between ranks needs on each card.
     """
 
     policy: ReplacementPolicy
@@ -102,7 +105,10 @@ class RolloutPolicy:
     buffer_bytes: int = 0
 
     def vacates_first(self, *, has_room: bool) -> bool:
-        """Return whether the serving generation leaves before the next one is loaded."""
+        """Return whether the serving generation is drained before the next one is loaded.
+
+        `has_room` tells whether the device has enough resources for both generations.
+        """
         return self.policy is ReplacementPolicy.REPLACE or (
             self.policy is not ReplacementPolicy.OVERLAP and not has_room
         )
@@ -112,15 +118,15 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
     """The read-only view of a deployment: its generations and its state.
 
     Args:
-        placement: the device, or the cards of all ranks.
-        spec: the specification of each generation.
+        placement: the device, or the cards of the rank group.
+        spec: the configuration with which generations are made.
 
     Attributes:
         serving: the generation whose workers receive requests, or None.
         loading: the generation that loads, or None.
         draining: the generations that are shutting down.
-        spec: the specification of the next generation.
-        worker_target: the number of workers on each device that should serve now.
+        spec: the configuration of the next generation; without sharing or forking if these have failed.
+        worker_target: the number of workers that should serve on each device now.
     """
 
     def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
@@ -131,11 +137,11 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         self.serving: GenerationBase | None = None
         self.loading: GenerationBase | None = None
         self.draining: list[GenerationBase] = []
-        # The last generation that failed: its cause explains why no generation, or no newer one, serves.
+        # The last generation that has failed since the last take-over; `cause` reports why.
         self._failed_generation: GenerationBase | None = None
         self._last_generation: GenerationBase | None = None
         self._is_failing = False
-        # The source of the next generation, or None if no generation is wanted.
+        # The source that the next generation will load; None if no generation has to be loaded.
         self._wanted_source: ModelSource | None = None
 
     @property
@@ -145,12 +151,15 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def cause(self) -> str:
-        """Why no generation, or no newer one, serves; the exit of its processes may add details later."""
+        """Why the last failed generation has failed; "" if a generation has taken over since, or none has failed.
+
+        The text may become longer when the processes of the failed generation exit.
+        """
         return self._failed_generation.cause if self._failed_generation is not None else ""
 
     @property
     def may_recover(self) -> bool:
-        """Whether another attempt may succeed: the last generation was killed, say, or the daemon is stopping."""
+        """Whether another attempt may succeed, for example because a signal had ended a process."""
         return (
             self._failed_generation is None
             or self._failed_generation.failure.retry_hint is RetryHint.MAY_SUCCEED
@@ -159,14 +168,15 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def last_generation(self) -> GenerationBase | None:
-        """The serving, the loading or the last generation; None if nothing was ever loaded."""
+        """The serving generation, else the loading one, else the last one; None if none was ever loaded."""
         return self.serving or self.loading or self._last_generation
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that represents the deployment in reports: the serving, the loading or the last one.
+        """The generation that status reports show: the serving one, else the loading one, else the last one.
 
-        A deployment that was never loaded has none.
+        Raises:
+            RuntimeError: the deployment has never loaded a generation.
         """
         generation = self.last_generation
         if generation is None:
@@ -175,39 +185,39 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def is_update_ready(self) -> bool:
-        """Whether the generation that `update` has loaded can take over."""
+        """Whether the generation that `update` loads can take over: it serves with all its workers."""
         return (
             self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
         )
 
     @property
     def is_updating(self) -> bool:
-        """Whether the generation that `update` loads has neither taken over nor failed."""
+        """Whether an update is in progress: the generation that it loads has neither taken over nor failed."""
         return self.state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether nothing is loaded until `load`; generations may still be draining."""
+        """Whether the deployment loads nothing until `load` is called; earlier generations may still be draining."""
         return self.state is DeploymentState.UNLOADED
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing has served and nothing is loaded until a retry or an update."""
+        """Whether the load has failed, and the deployment loads nothing until a retry or an update."""
         return self.state is DeploymentState.FAILED
 
     @property
     def is_failing(self) -> bool:
-        """Whether the deployment has failed, and no attempt since then has succeeded."""
+        """Whether the deployment has failed, and no generation has served since then."""
         return self._is_failing
 
     @property
     def is_transient(self) -> bool:
-        """Whether the deployment has failed for a reason that may go away by itself."""
+        """Whether the deployment has failed for a cause that may disappear without an operator's action."""
         return self.has_failed and self._failed_generation is not None and self._failed_generation.failure.is_transient
 
     @property
     def is_lost(self) -> bool:
-        """Whether a generation has served and none does now; its replacement loads or will load, and may fail."""
+        """Whether a generation has served and none serves now; the daemon loads another one, now or after a delay."""
         is_reconnecting = self.loading is not None and self.loading.is_reconnecting
         return self.state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
 
@@ -220,27 +230,30 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def is_vacated(self) -> bool:
-        """Whether the deployment has made room for another model of its name."""
+        """Whether the deployment was drained to free memory for a changed model of the same name."""
         return self.state is DeploymentState.VACATED
 
     @property
     def may_load(self) -> bool:
-        """Whether a generation is wanted and none is loading; the backoff decides when it starts."""
+        """Whether a new generation has to be loaded and none is loading; the back-off decides when it starts."""
         return self._wanted_source is not None and self.loading is None and self.state in LOADING_STATES
 
     def is_awaiting_snapshot(self, source: ModelSource) -> bool:
-        """Return whether a generation waits for the snapshot of that source."""
+        """Return whether the loading generation waits for the snapshot of this source."""
         loading = self.loading
         return loading is not None and loading.state is GenerationState.SNAPSHOTTING and loading.source == source
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation loads, is wanted, or may be wanted again after `vacate`."""
+        """Whether a generation is loading or will be loaded, or the deployment is vacated."""
         return self.loading is not None or self._wanted_source is not None or self.is_vacated
 
 
 def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
-    """Return each place where the model or its group has a copy of the weights, with the generation's specification."""
+    """Return the placement of each deployment of a model or its group, with the configuration of its generations.
+
+    A model has one deployment for each copy of its weights.
+    """
     if config.group is not None:
         return [(devices[each], _shared_process_spec(config, config.group, each)) for each in config.devices]
     if config.ranks is None:
@@ -255,10 +268,10 @@ def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list
 
 
 def rollout_policy(config: ModelConfig) -> RolloutPolicy:
-    """Return how one generation of the model replaces another."""
+    """Return the configured policy for replacing one generation of the model by another."""
     return RolloutPolicy(
         ReplacementPolicy(config.policy),
-        # On the CPU, each process falls back by itself.
+        # On the CPU, no new generation is needed: a process that cannot share the weights keeps its own copy.
         should_fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
         buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
@@ -284,7 +297,7 @@ def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, 
 
 
 def _shared_process_spec(config: ModelConfig, group: Membership, device: str) -> GenerationSpec:
-    """Return the specification of a process of several models: a rank group of size 1."""
+    """Return the configuration of a process that serves several models: a rank group with one rank."""
     ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=len(group.models))
     return GenerationSpec(
         1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks

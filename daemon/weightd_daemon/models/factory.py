@@ -1,4 +1,4 @@
-"""A factory of models, with the parts that all models of the daemon share."""
+"""A factory of models, which holds the objects that all models of the daemon share."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from weightd_daemon.scheduling.dispatcher import SharedScheduling
 
 
 class ModelFactory:
-    """Makes models; the models of a group share one process on each of their devices.
+    """Makes models; the models of a model group share one process on each of their devices.
 
     Args:
-        devices: the budgets of the devices that models use, by name.
+        devices: the devices that models use, with their limits, by name.
         process_manager: starts and ends the models' processes.
-        client_notifier: returns the sinks for the models' replies.
-        add_timer: called with the timer of each model.
-        scheduling: the parts that all dispatchers share.
-        load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
-        lifecycle: loads and unloads models within budgets; None: every model stays loaded, without a budget.
+        client_notifier: returns the objects that send a model's replies to clients.
+        add_timer: adds the timer of a new model to the event loop.
+        scheduling: the objects that all dispatchers share.
+        load_limiter: limits how many workers of all models attach at the same time; None: one worker of a generation at
+            a time.
+        lifecycle: loads and unloads models within the budgets; None: there are no budgets, and every model stays
+            loaded.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917
@@ -52,7 +54,7 @@ class ModelFactory:
         self._add_timer = add_timer
         self._scheduling = scheduling
         self._load_limiter = load_limiter
-        # The groups of which some models have not been made yet.
+        # The deployments of each model group that still lacks some of its models.
         self._incomplete: dict[Membership, _SharedDeployments] = {}
         self._group_ids: dict[str, IdSequence] = {}
 
@@ -64,8 +66,9 @@ class ModelFactory:
         Args:
             name: the name of the model.
             config: the configuration of the model.
-            ids: numbers the model's generations and sources.
-            predecessor: the model that it replaces, and whose room it may take if there is no room for both.
+            ids: assigns the numbers of the model's generations and sources.
+            predecessor: the model that the new one replaces, which may be drained first if both do not fit; None for no
+                model.
         """
         scheduling = self._scheduling
         find_deployments: Callable[[DeployedModel], DeploymentSet]
@@ -93,7 +96,7 @@ class ModelFactory:
         return self._make_deployments(model.name, model.config, OneModelUse(model), ids, replaced)
 
     def _find_shared(self, config: ModelConfig, group: Membership) -> _SharedDeployments:
-        """Return the deployments that one more model of a group joins."""
+        """Return the deployments of a model group to which one more model will be added."""
         shared = self._incomplete.get(group)
         if shared is None:
             ids = self._group_ids.setdefault(group.name, IdSequence())
@@ -126,7 +129,7 @@ class ModelFactory:
 
 
 class _SharedDeployments(NamedTuple):
-    """The deployments of all models of a group, and the process that these share."""
+    """The deployments of a model group, and the process on each device that the group's models share."""
 
     process: SharedProcess
     deployments: DeploymentSet
@@ -137,7 +140,10 @@ class _SharedDeployments(NamedTuple):
 
 
 def _replaced_deployments(predecessor: ServedModel | None, config: ModelConfig) -> DeploymentSet | None:
-    """Return the deployments whose room the model may take: two rank groups may not fit beside each other."""
+    """Return the deployments of the replaced model that may be drained to free memory for the new model.
+
+    Only a rank group that replaces a rank group drains the old one, because both may not fit on the same cards.
+    """
     if predecessor is None or predecessor.config.ranks is None or config.ranks is None:
         return None
     return None if config.policy == ReplacementPolicy.OVERLAP.value else predecessor.deployments

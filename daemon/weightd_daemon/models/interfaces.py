@@ -40,30 +40,30 @@ class SnapshotTaker(Protocol):
             model: the name of the model.
             config: the configuration of the model.
             source: the files to copy.
-            expected_sha256: the sha256 that the snapshot must have, or "" for any.
+            expected_sha256: the sha256 that the snapshot must have; "" for any.
         """
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        """Remove the snapshot of a source, or cancel it while it is being taken."""
+        """Remove the snapshot of a source, or stop taking it if it is still being taken."""
 
 
 class GenerationStore(Protocol):
-    """The files of generations, page stores included."""
+    """The files of generations, for example their page stores."""
 
     @property
     def fingerprints(self) -> Mapping[str, object]:
-        """The fingerprint of each page store, by the label of its generation."""
+        """The fingerprint (size and modification time) of each page store, by the label of its generation."""
         raise NotImplementedError
 
     def on_exported(self, generation: GenerationBase) -> None:
-        """Record the fingerprint of the page store, if the holder has written one."""
+        """Record the fingerprint (size and modification time) of the page store, if the holder has written one."""
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return the fingerprint that the page store had when it was exported; None without a page store."""
+        """Return the size and modification time of the page store at its export; None without a page store."""
         raise NotImplementedError
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store is unchanged since its export; True without a page store."""
+        """Return whether the generation's page store is unchanged since its export; True without a page store."""
         raise NotImplementedError
 
     def remove_files(self, generation: GenerationBase) -> None:
@@ -76,25 +76,25 @@ class OrderSender(Protocol):
     def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
-        """Send an order to a child, with these tensor frames and shared regions."""
+        """Send an order to a child process, with its tensor frames and the shared-memory regions that it refers to."""
 
 
 class ProcessManager(Protocol):
-    """Starts and ends the child processes of a model. No method calls the model back before it returns."""
+    """Starts and ends the child processes of a model. No method calls an event handler before the method returns."""
 
     @property
     def snapshots(self) -> SnapshotTaker:
-        """The taker of model snapshots."""
+        """The object that takes and removes the snapshots of models."""
         raise NotImplementedError
 
     @property
     def storage(self) -> GenerationStore:
-        """The store of the generations' files."""
+        """The object that manages the files of generations."""
         raise NotImplementedError
 
     @property
     def messenger(self) -> OrderSender:
-        """The sender of orders to child processes."""
+        """The object that sends orders to child processes."""
         raise NotImplementedError
 
     def spawn(
@@ -106,37 +106,47 @@ class ProcessManager(Protocol):
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a child process, forked from the process `template` unless that is "".
+        """Start a child process of a generation.
 
-        The handler receives each message as `on_message` and finally the exit as `on_exit`.
+        Args:
+            event_handler: receives each message of the child as `on_message`, and finally its exit as `on_exit`.
+            generation: the generation.
+            program: the model and the settings that the child runs with.
+            name: the name of the child.
+            role: whether the child is a holder, a worker, a rank or a broker.
+            template: the name of the template from which the child is forked; "" if it is not forked from a template.
         """
 
     def resume(
         self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
     ) -> bool:
-        """Take over the children of a generation that the previous daemon has loaded; call the handler as for `spawn`.
+        """Take over the children of a generation that the previous daemon has loaded.
 
-        Return False if the generation's page store has changed.
+        The event handler receives the same calls as for `spawn`. If the generation's page store no longer matches
+        `seal_record`, the children are killed and the result is False.
         """
         raise NotImplementedError
 
     def mark_changed(self) -> None:
-        """Record that state which the next daemon needs has changed."""
+        """Record that the state in the hand-over file, which the next daemon reads, has changed."""
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit, so that it still holds its memory."""
+        """Return whether a child process still has its memory, because it has not begun to exit."""
         raise NotImplementedError
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; `abort`: with a signal that makes it log its stacks, and that it may survive."""
+        """Kill a child process by SIGKILL.
+
+        With `abort`, send SIGABRT instead: the child logs its stacks first, and it may survive the signal.
+        """
 
 
 class ClientNotifier(NamedTuple):
-    """The sinks for a model's replies to clients.
+    """The objects that send a model's replies to clients.
 
     Attributes:
-        response_sink: receives the responses to inference requests.
-        update_sink: receives the results of updates.
+        response_sink: sends the responses to inference requests.
+        update_sink: sends the results of updates.
     """
 
     response_sink: ResponseSink
@@ -144,7 +154,7 @@ class ClientNotifier(NamedTuple):
 
 
 class DeployedModel(Protocol):
-    """A model as its deployments see it; several models may share deployments."""
+    """The part of a model that its deployments use; the models of a group share their deployments."""
 
     name: str
     config: ModelConfig
@@ -157,7 +167,7 @@ class DeployedModel(Protocol):
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Schedule the model's `tick`, because a device has free memory for which a deployment waits."""
+        """Schedule `tick` at once: resources were released, and a generation of the model waits for resources."""
 
     def on_reconciled(self, now: float) -> None:
-        """Apply a change of the deployments: serve the requests that they now allow."""
+        """React to the new state of the deployments: dispatch queued requests, or fail them if no device can serve."""

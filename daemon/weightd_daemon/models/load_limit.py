@@ -1,4 +1,4 @@
-"""The limit of workers that attach at once on this host, for all models, from its cores and its free memory."""
+"""Limits how many workers of all models may attach on the CPU at the same time, by free cores and free memory."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from weightd_daemon.generations.states import ChildState
 from weightd_daemon.platform import cgroup, memory
 from weightd_daemon.platform.memory import MIB
 
-# The memory of a build beside the part that grows with the model: 16 to 60 MiB were measured with 10 MB of
-# convolutions.
+# Bytes of a build's memory that do not depend on the size of the model. Measured: 16 to 60 MiB for models with 10 MB of
+# convolution weights.
 _PROCESS_BYTES = 64 * MIB
 
 
 class _LimitedGeneration(NamedTuple):
-    """A generation, and the memory that one of its processes takes while it builds."""
+    """A generation, and a function that returns the bytes that one of its processes needs for a build."""
 
     generation: GenerationView
     build_bytes: Callable[[], int]
 
     @property
     def building_count(self) -> int:
-        """Number of the generation's processes that build or attach now."""
+        """The number of the generation's processes that build or attach now."""
         return self.generation.processes.count(ChildState.BUILDING, ChildState.ATTACHING)
 
 
 class LoadLimiter:
-    """Limits how many processes load at the same time: each needs a core, and memory until it shares the weights.
+    """Limits how many processes load at the same time.
+
+    Each loading process needs a core, and memory for its own copy of the weights until it shares them.
 
     Args:
-        free_bytes: returns the free memory in bytes.
-        usable_cores: returns the number of usable cores.
+        free_bytes: returns the free memory of the host in bytes.
+        usable_cores: returns the number of cores that the daemon and its children may use.
     """
 
     def __init__(
@@ -45,21 +47,21 @@ class LoadLimiter:
         self._generations: list[_LimitedGeneration] = []
 
     def add(self, generation: GenerationView, model_bytes: Callable[[], int], build_factor: float) -> None:
-        """Include a generation in the calculation, and limit its workers from now on.
+        """Limit the workers of a generation from now on, and consider its builds in the limits of other generations.
 
         Args:
             generation: a generation on the CPU.
-            model_bytes: returns the size of the model's files, once that is known.
-            build_factor: the memory of a build as a multiple of `model_bytes`.
+            model_bytes: returns the size of the model's files in bytes; 0 before their snapshot exists.
+            build_factor: the memory of one build as a multiple of `model_bytes`.
         """
         limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
         self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]
 
     def attach_limit(self, generation: GenerationView) -> int:
-        """Return how many workers of a generation may attach at once: one if the generation was not added.
+        """Return how many workers of a generation may attach at the same time; 1 if the generation was not added.
 
-        The full memory of every other build in progress is subtracted from the free memory, although part of it may be
-        allocated already. So the limit may be too low, but never too high.
+        The full memory of every other build in progress is subtracted from the free memory, although such a build may
+        have allocated part of it already. So the limit may be too low, but never too high.
         """
         limited = next((each for each in self._generations if each.generation is generation), None)
         if limited is None:
@@ -70,6 +72,7 @@ class LoadLimiter:
             if each is not limited and each.building_count
         ]
         cores_left = self._usable_cores() - sum(count for count, _ in other_builds)
-        # The generation's own attaching workers count as if they had not allocated anything yet, either.
+        # The limit includes the workers of this generation that are attaching now. The memory that they have allocated
+        # is missing from the free memory, so the limit may again be too low, but never too high.
         bytes_left = self._free_bytes() - sum(count * need for count, need in other_builds)
         return max(1, min(cores_left, bytes_left // limited.build_bytes()))

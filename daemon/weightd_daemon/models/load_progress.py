@@ -1,7 +1,7 @@
-"""The progress of a generation that loads, estimated from the copied bytes and from the duration of the last load.
+"""Estimates the progress of a loading generation from the copied bytes and from the duration of the last load.
 
 The estimates do no I/O and receive the clock in monotonic seconds. A load has three phases: the copy of the model's
-files, the wait for room on the device, whose duration is unknown, and the start of the processes until the first one
+files, the wait for memory on the device, whose duration is unknown, and the start of the processes until the first one
 serves.
 """
 
@@ -13,31 +13,39 @@ from typing import NamedTuple
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, number, record, text
 
-# A load that takes longer than the last one approaches _MAX_PROGRESS more and more slowly from this fraction on.
+# The estimated progress grows in proportion to the elapsed time up to the fraction _LINEAR_UNTIL. Then it grows more
+# and more slowly up to _MAX_PROGRESS, because the load may take longer than the last one.
 _LINEAR_UNTIL = 0.9
 _MAX_PROGRESS = 0.99
 
-# A month. A longer duration comes from a damaged file or a model of another size, and is not reported.
+# Maximum seconds of a load that are stored or reported: a month. A longer duration comes from a damaged counters file
+# or from a model of another size.
 _MAX_DURATION_S = 30 * 86400.0
 
-# The speed of a copy is not estimated before it has run for this long.
+# Seconds that a copy must have run before its total duration is estimated.
 _MIN_COPY_S = 0.5
 
 
 @dataclass(frozen=True)
 class LoadSpeed:
-    """The duration of a load of `nbytes` bytes: `copy_s` for the copy, if there was one, and `load_s` after it."""
+    """The measured duration of a load.
+
+    Attributes:
+        nbytes: the size of the model's files.
+        load_s: the seconds from the start of the processes until the first one served.
+        copy_s: the seconds of the copy of the files; None if no load has copied any.
+    """
 
     nbytes: int = field(metadata=integer(0, limits.MAX_COUNT))
     load_s: float = field(metadata=number(_MAX_DURATION_S))
     copy_s: float | None = field(default=None, metadata=number(_MAX_DURATION_S))
 
     def load_time_s(self, nbytes: int) -> float:
-        """Return the expected seconds after the copy for a load of `nbytes`."""
+        """Return the expected seconds from the start of the processes until a model of `nbytes` serves."""
         return self.load_s * self._size_ratio(nbytes)
 
     def copy_time_s(self, nbytes: int) -> float | None:
-        """Return the expected seconds of the copy for `nbytes`; None if nothing was copied."""
+        """Return the expected seconds for a copy of `nbytes`; None if no load has copied files."""
         return None if self.copy_s is None else self.copy_s * self._size_ratio(nbytes)
 
     def _size_ratio(self, nbytes: int) -> float:
@@ -46,14 +54,14 @@ class LoadSpeed:
 
 @dataclass(frozen=True)
 class LoadSpeedRecord:
-    """The persisted load speed of a model, for the next daemon."""
+    """The persisted `LoadSpeed` of a model, for the next daemon."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
     speed: LoadSpeed = field(metadata=record(LoadSpeed))
 
     @property
     def key(self) -> str:
-        """The name of the model."""
+        """The name of the model, which identifies the record."""
         return self.model
 
 
@@ -61,9 +69,10 @@ class LoadProgress(NamedTuple):
     """The progress of a load.
 
     Attributes:
-        fraction_done: the completed fraction of the load, from 0 to less than 1; None if unknown.
-        remaining_s: the seconds until the generation serves; None if unknown.
-        fraction_copied: the copied fraction of the files, from 0 to 1; None before the first bytes and after the copy.
+        fraction_done: the estimated completed fraction of the load, from 0 to less than 1; None if unknown.
+        remaining_s: the estimated seconds until the generation serves; None if unknown.
+        fraction_copied: the copied fraction of the model's files, from 0 to 1; None before the first byte and after the
+            copy.
     """
 
     fraction_done: float | None = None
@@ -75,8 +84,8 @@ class LoadEstimate:
     """The progress estimate of one generation while it loads. The reported fraction never decreases.
 
     Args:
-        last_speed: the speed of the last load; None if unknown.
-        now: the clock.
+        last_speed: the duration of the model's last load; None if unknown.
+        now: the time at which the load begins, in monotonic seconds.
     """
 
     def __init__(self, last_speed: LoadSpeed | None, now: float) -> None:
@@ -84,14 +93,14 @@ class LoadEstimate:
         self._started_at = now
         self._total_bytes = 0
         self._copied_bytes = 0
-        # The duration of the completed copy, and the time at which the processes started.
+        # The seconds of the completed copy, and the time at which the processes started; None before.
         self._copy_s: float | None = None
         self._load_started_at: float | None = None
         self._reported_fraction = 0.0
 
     @property
     def is_copied(self) -> bool:
-        """Whether all files have been copied."""
+        """Whether all files of the model have been copied."""
         return self._copy_s is not None
 
     def on_copy_progress(self, copied_bytes: int, total_bytes: int) -> None:
@@ -101,19 +110,19 @@ class LoadEstimate:
             self._total_bytes = total_bytes
 
     def on_copied(self, nbytes: int, now: float) -> None:
-        """Record that all files are present; the generation now waits for room."""
+        """Record that all files of the model, of `nbytes` in total, are present; the wait for memory begins."""
         if self._copy_s is None:
             self._copy_s = now - self._started_at
             self._total_bytes = nbytes or self._total_bytes
 
     def on_load_started(self, now: float) -> None:
-        """Record that there is room, and that the processes start."""
+        """Record that the wait for memory has ended, and that the processes start."""
         self.on_copied(0, now)
         if self._load_started_at is None:
             self._load_started_at = now
 
     def on_serving(self, now: float) -> LoadSpeed | None:
-        """Return the speed of the load that has just completed; None if `on_load_started` was not called."""
+        """Return the duration of the load that has just completed; None if `on_load_started` was not called."""
         if self._load_started_at is None:
             return None
         last_copy_s = None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
@@ -148,9 +157,9 @@ class LoadEstimate:
         return LoadProgress(self._reported_fraction, left if is_known else None, fraction_copied)
 
     def _copy_time_s(self, now: float) -> float | None:
-        """Return the total duration of the copy, measured or estimated; None if unknown."""
+        """Return the seconds of the whole copy, measured or, while it runs, estimated; None if unknown."""
         if self._copy_s is not None:
-            # Files that were linked or present already have a duration near 0.
+            # If the files were linked or existed already, this duration is near 0.
             return self._copy_s
         elapsed_s = now - self._started_at
         if self._copied_bytes and elapsed_s > _MIN_COPY_S:
@@ -159,7 +168,11 @@ class LoadEstimate:
 
 
 def _asymptotic_fraction(elapsed_ratio: float) -> float:
-    """Return the completed fraction after `elapsed_ratio` times the last load's duration; it is less than 1."""
+    """Return the estimated completed fraction of a load, which is always less than 1.
+
+    Args:
+        elapsed_ratio: the elapsed seconds of the load, divided by the expected seconds.
+    """
     return (
         elapsed_ratio
         if elapsed_ratio < _LINEAR_UNTIL

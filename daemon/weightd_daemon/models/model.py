@@ -29,10 +29,10 @@ _log = logging.getLogger("weightd")
 
 
 class ModelObserver(OnDemandLoader, Protocol):
-    """Loads and unloads models, and follows their changes."""
+    """Loads and unloads models, and is notified of their changes."""
 
     def on_changed(self, model: ServedModel) -> None:
-        """Record that a model may have become loaded, unloaded or failed."""
+        """Handle a change of a model, which may have become loaded, unloaded or failed."""
 
 
 class ServedModel:
@@ -42,23 +42,23 @@ class ServedModel:
         name: the name of the model.
         config: the configuration of the model.
         process_manager: starts and ends the model's processes.
-        client_notifier: sends the model's replies to clients.
-        ids: numbers the model's generations and sources.
-        shared_scheduling: the parts of its dispatcher that all dispatchers share.
-        find_deployments: returns its deployments, which a model group shares among its models.
-        observer: loads the model on demand, and is called after each change; None: the model stays loaded.
+        client_notifier: the objects that send the model's replies to clients.
+        ids: assigns the numbers of the model's generations and sources.
+        shared_scheduling: the objects that all dispatchers share.
+        find_deployments: returns the deployments of the model; the models of a group get the same ones.
+        observer: loads the model on demand, and is notified of each change; None: the model stays loaded.
 
     Attributes:
         dispatcher: the dispatcher of the model's requests.
-        versions: the sources that the model loads or has loaded.
-        deployments: one for each device; one for all sets of cores that share a copy of the weights; or one for each
-            rank group.
-        readiness: the availability of the model.
+        versions: the current and the previous source of the model.
+        deployments: one deployment for each copy of the weights: on a device, on the sets of cores that share the copy,
+            or on a rank group.
+        readiness: whether the model can serve requests, and why not.
         loading: loads and unloads the model.
-        workers: the number of workers, if it follows the load.
-        note: the error of the last change of the configuration, or "".
-        successor: the model that is being loaded to replace this one after a change of the configuration.
-        timer: calls `tick` when an event is due.
+        workers: changes the number of workers with the load, if the configuration gives a range.
+        note: why the last changed configuration of the model is not in force; "" if it is.
+        successor: the model that is loading to replace this one after a change of the configuration, or None.
+        timer: calls `tick` when it is due.
     """
 
     def __init__(  # noqa: PLR0913
@@ -116,7 +116,7 @@ class ServedModel:
     def update(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
     ) -> None:
-        """Load the model at `path` beside the generation that serves, and let it take over.
+        """Load the model at `path` beside the serving generation, and let the loaded model take over.
 
         The client receives the result once the update has succeeded or failed.
 
@@ -124,9 +124,10 @@ class ServedModel:
             client: the client that requested the update.
             request_id: the id of the client's request.
             now: the clock.
-            path: the path of the new model file, or "" for the present one.
-            weights: the path of a file of arrays that replace weights of the model, or "".
-            rollback: whether to load the source from before the last update instead.
+            path: the path of the new model file; "" for the path of the current source.
+            weights: the path of a file of arrays that replace weights of the model; "" for the weights in the model
+                file.
+            rollback: whether to load the source from before the last update instead of `path`.
             grant: the file permissions of the client that named these paths.
 
         Raises:
@@ -139,20 +140,20 @@ class ServedModel:
         self._rollouts.start(client, request_id, now, path=path, weights=weights, rollback=rollback, grant=grant)
         self.deployments.reconcile(now)
 
-    # --- from the daemon ----------------------------------------------------------------------------------------
+    # --- called by the daemon -----------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start loading the model; the models of a shared process load once all of them have started."""
+        """Start to load the model; the models of a group load once all of them have been started."""
         self.deployments.start(now)
 
     def resume(self, record: ModelRecord, now: float) -> None:
-        """Take over the generations that the previous daemon has loaded, and load the missing ones."""
+        """Take over the generations of this record, which the previous daemon has loaded; load the missing ones."""
         self.versions.restore(record.source, record.previous, record.sources)
         self.loading.owner = record.owner
         self.deployments.resume(record.generations, now)
 
     def record(self) -> ModelRecord | None:
-        """Return the state from which the next daemon can `resume` this model; None if it has to load the model."""
+        """Return the record from which the next daemon can `resume` this model; None if it must load the model."""
         if self.is_draining or self.config.group is not None:
             return None
         source, sources = self.versions.current.number, self.versions.records()
@@ -169,13 +170,16 @@ class ServedModel:
         self.deployments.on_snapshot_taken(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """Fail the generations that wait for a source's snapshot; `is_transient`: the cause may go away by itself."""
+        """Fail the generations that wait for the snapshot of this source.
+
+        `is_transient` tells whether the cause may disappear without an operator.
+        """
         self.versions.snapshots.on_failed(source)
         cause = cause if self.config.group is None else f"{self.name}: {cause}"
         self.deployments.on_snapshot_failed(source, cause, now, is_transient=is_transient)
 
     def tick(self, now: float) -> None:
-        """Perform everything that is due at `now`."""
+        """Perform everything that is due at the time `now`, and set the timer."""
         explain_error = functools.partial(self.readiness.explain_error, is_on_demand=self.config.is_on_demand)
         self.dispatcher.expire(now, explain_error)
         for source in self.versions.snapshots.take_overdue(now):
@@ -194,8 +198,8 @@ class ServedModel:
         Args:
             now: the clock.
             timeout_s: the seconds that running batches may still take.
-            is_replaced: whether another model of the same name adopts the queued requests, also requests that return to
-                the queue later because a worker exits. Otherwise queued requests fail.
+            is_replaced: whether another model of the same name takes over the queued requests, including requests that
+                a later exit of a worker returns to the queue. Otherwise queued requests fail.
         """
         self.loading.close(is_replaced=is_replaced)
         if not is_replaced:
@@ -204,7 +208,7 @@ class ServedModel:
         self.deployments.drain(now, timeout_s=timeout_s)
 
     def reconfigure(self, config: ModelConfig) -> bool:
-        """Apply another configuration and return True, unless it requires loading the model again."""
+        """Apply another configuration without a load, and return True; return False if a load is necessary."""
         if (
             config.group is not None
             or not config.has_same_load(self.config)
@@ -221,14 +225,14 @@ class ServedModel:
         self.dispatcher.adopt_requests(old.dispatcher, now)
         self.deployments.reconcile(now)
 
-    # --- from its deployments -----------------------------------------------------------------------------------
+    # --- called by the deployments ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Schedule `tick` at once, because a device has free memory for which a deployment waits."""
+        """Schedule `tick` at once: resources were released, and a generation of the model waits for resources."""
         self.timer.set_no_later_than(0.0)
 
     def on_reconciled(self, now: float) -> None:
-        """Apply the state of the deployments: dispatch requests, or fail them if no deployment serves or loads."""
+        """React to the new state of the deployments: dispatch queued requests, or fail them if no device can serve."""
         if self._rollouts.reconcile(now):
             self.deployments.perform_actions(now)
         if self.dispatcher.signature.built is None and (built := self.readiness.built) is not None:
@@ -259,7 +263,10 @@ class ServedModel:
 
     @property
     def generations(self) -> list[GenerationBase]:
-        """Every generation that still has processes or files; for a deployment without one, its last generation."""
+        """Every generation that still has processes or files, and the last one of each deployment that is not UNLOADED.
+
+        The generations of the successor are included.
+        """
         generations = self.deployments.generations
         for deployment in self.deployments:
             last = deployment.last_generation
@@ -270,9 +277,9 @@ class ServedModel:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _set_timer(self, now: float) -> None:
-        """Schedule `tick` for the next known event.
+        """Schedule `tick` for the next event that is planned now.
 
-        An event that is planned afterwards and is due sooner moves the timer itself.
+        Code that later plans an earlier event sets the timer to the time of that event.
         """
         self.workers.observe(now)
         retry_at = self.loading.backoff.due_at if self.loading.may_retry else NEVER

@@ -1,10 +1,11 @@
-"""The memory and processes of devices, which generations reserve before any of their processes start.
+"""The memory and the processes of devices, which a generation reserves before its first process starts.
 
-The reserved sizes are estimates, from the model's file and from the observed use of earlier processes; a load may still
-fail on the card. The estimates serve to reject at once, with the numbers, a generation that can never fit.
+The reserved sizes are estimates from the size of the model's file and the measured memory of earlier processes, so a
+load may still fail on the card. With the estimates, the daemon can reject a generation that can never fit at once, and
+name the sizes in the error.
 
-On each port, a card can have one process that uses the vendor's communication library. A rank group that starts beside
-another one on the same cards needs a port that is free on all of them.
+The ranks of a group communicate through a library of the cards' vendor, which uses one port on each card. Two rank
+groups on the same cards need different ports, so each group gets a port that is free on all its cards.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ from typing import Protocol
 from weightd_common.log_text import format_mib, plural
 from weightd_daemon.engines.ranktable import card_bytes
 
-# The largest number of cards whose names are listed in full.
+# Maximum number of cards that the name of a `CardGroup` lists in full; the name of a larger group has only the first
+# and the last card.
 _MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """The resources that a generation takes on its device.
+    """The memory and the processes that a generation needs on its device.
 
     Attributes:
         weight_bytes: the bytes of one copy of the weights.
-        copy_count: the number of copies.
+        copy_count: the number of copies of the weights.
         worker_count: the number of processes that answer requests, spares included.
         process_count: the number of all processes: holder, workers and spares, or the ranks.
-        process_bytes: the bytes that each process takes beside the weights.
-        buffer_bytes: the bytes that communication between ranks takes on each card.
-        slice_bytes: the bytes that each rank loads, if the weights are divided among several cards.
+        process_bytes: the bytes that each process needs besides the weights.
+        buffer_bytes: the bytes that the communication between ranks needs on each card.
+        slice_bytes: the bytes of each rank's slice; empty if the weights are not divided among several cards.
     """
 
     weight_bytes: int
@@ -44,7 +46,7 @@ class ResourceRequest:
 
     @property
     def total_bytes(self) -> int:
-        """The total bytes on one card."""
+        """The bytes that the generation needs on one card in total."""
         return (
             self.copy_count * card_bytes(self.weight_bytes)
             + self.process_count * self.process_bytes
@@ -52,18 +54,18 @@ class ResourceRequest:
         )
 
     def for_rank(self, rank: int) -> ResourceRequest:
-        """Return the resources that the request takes on the card of this rank."""
+        """Return the part of this request that one rank needs on its card."""
         return ResourceRequest(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
 
 
 class Placement(Protocol):
-    """The resources for a generation: a device, or the cards of all ranks. `DeviceBudget` describes the methods."""
+    """A device, or the cards of a rank group, on which generations reserve memory and processes."""
 
     name: str
 
     @property
     def leaving(self) -> Collection[str]:
-        """The labels of generations that will soon release their resources."""
+        """The labels of generations that are or will be drained and will then release their resources."""
         raise NotImplementedError
 
     @property
@@ -72,34 +74,37 @@ class Placement(Protocol):
         raise NotImplementedError
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Reserve `request` for a generation; return why that is impossible, or ""."""
+        """Reserve the resources of `request` for a generation; return "", or why that is impossible."""
         raise NotImplementedError
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
+        """Return why the resources of `request` are not available for a generation, or "" if they are.
+
+        The resources of the generations `excluding` count as free.
+        """
         raise NotImplementedError
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
-        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
+        """Reserve the resources of a running generation and the port of its ranks, even if this exceeds the limits."""
 
     def port(self, label: str) -> int:
         """Return the port for the communication of a generation's ranks; 0 if none was assigned."""
         raise NotImplementedError
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """Record that these generations will soon release their resources."""
+        """Record that these generations will be drained and will then release their resources."""
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """Call `on_release` each time that resources are released.
+        """Call `on_release` each time that any generation releases resources.
 
-        The calls end when the generation has reserved or released its own resources.
+        The calls end when the generation `label` has reserved its resources or has ended.
         """
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """Record the free bytes that the card of this rank reported after a process of a generation has loaded."""
+        """Record the free memory of a rank's card, as a process has reported it after loading."""
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes for each process of a generation to the observed use beside the weights."""
+        """Raise the bytes that a generation has reserved for each process, besides the weights, to a measured value."""
 
     def release(self, label: str) -> None:
         """Release the resources of a generation."""
@@ -107,17 +112,16 @@ class Placement(Protocol):
 
 @dataclass
 class DeviceBudget:
-    """A device with its limits and the reservations of generations.
+    """A device with its limits, and the resources that each generation has reserved on it.
 
     Attributes:
-        capacity_bytes: the bytes that weightd may use; None if unknown or unlimited.
-        max_processes: the number of processes that may use the device; None if unlimited.
-        reported_bytes: the bytes available to weightd as the card reported them; None if it was not queried or did not
-            report them.
-        free_bytes: the free bytes that the card reported last.
-        reserved: the resources reserved for each generation, by its label.
-        leaving: the labels of generations that will soon release their resources.
-        waiting: the callbacks for each release of resources, by the label of the waiting generation.
+        capacity_bytes: the bytes that weightd may use on the device; None if unknown or unlimited.
+        max_processes: the maximum number of processes that may use the device; None if unlimited.
+        reported_bytes: the free memory that the card itself reported before its first use; None if unknown.
+        free_bytes: the free memory of the card, as last reported; None if never reported.
+        reserved: the resources reserved for each generation, by the label of the generation.
+        leaving: the labels of generations that are or will be drained and will then release their resources.
+        waiting: for each waiting generation, by its label, the function to call at each release of resources.
         ports: the ports on which ranks communicate, by the label of their generation.
     """
 
@@ -142,7 +146,7 @@ class DeviceBudget:
         return sum(need.process_count for need in self.reserved.values())
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Reserve `request` for a generation; return why that is impossible, or ""."""
+        """Reserve the resources of `request` for a generation; return "", or why that is impossible."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.reserved[label] = request
@@ -150,14 +154,17 @@ class DeviceBudget:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
+        """Return why the resources of `request` are not available for a generation, or "" if they are.
+
+        The resources of the generations `excluding` count as free.
+        """
         other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
         return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(
             label, request, other_requests
         )
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
-        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
+        """Reserve the resources of a running generation and the port of its ranks, even if this exceeds the limits."""
         self.reserved[label] = request
         if port:
             self.ports[label] = port
@@ -167,28 +174,28 @@ class DeviceBudget:
         return self.ports.get(label, 0)
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """Record that these generations will soon release their resources."""
+        """Record that these generations will be drained and will then release their resources."""
         self.leaving |= {*labels}
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """Call `on_release` each time that resources are released.
+        """Call `on_release` each time that any generation releases resources.
 
-        The calls end when the generation has reserved or released its own resources.
+        The calls end when the generation `label` has reserved its resources or has ended.
         """
         self.waiting[label] = on_release
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """Record the free bytes that the card reported after a process has loaded; `rank` is ignored."""
+        """Record the free memory of the card, as a process has reported it after loading; `rank` is ignored."""
         self.free_bytes = free_bytes
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes for each process of a generation to the observed use beside the weights."""
+        """Raise the bytes that a generation has reserved for each process, besides the weights, to a measured value."""
         request = self.reserved.get(label)
         if request is not None and process_bytes > request.process_bytes:
             self.reserved[label] = replace(request, process_bytes=process_bytes)
 
     def release(self, label: str) -> None:
-        """Release all resources of a generation that has ended, and call the callbacks of the waiting generations."""
+        """Release all resources of a generation that has ended, and notify the generations that wait for resources."""
         self.reserved.pop(label, None)
         self.leaving.discard(label)
         self.waiting.pop(label, None)
@@ -226,15 +233,15 @@ class DeviceBudget:
 
 
 class CardGroup:
-    """The cards of a rank group, in the order of its ranks. A generation reserves all of them, or none.
+    """The cards of a rank group, in the order of its ranks. A generation reserves all of these cards or none.
 
     Args:
         devices: the cards, each once.
-        ports: the ports that a rank group may use; it gets the first that is free on all cards. Without ports, one
-            group at a time uses the library's default port.
+        ports: the ports that rank groups may use for communication; a group gets the first one that is free on all its
+            cards. If empty, the library uses its default port, and a card can have only one rank group at a time.
     """
 
-    # Denotes the library's default port, which the ranks are not given explicitly.
+    # The value of `port` with which the communication library uses its default port.
     LIBRARY_PORT = 0
 
     def __init__(self, devices: Sequence[DeviceBudget], ports: Sequence[int] = ()) -> None:
@@ -245,7 +252,7 @@ class CardGroup:
 
     @property
     def leaving(self) -> Collection[str]:
-        """The labels of generations that will soon release a card."""
+        """The labels of generations that are or will be drained and will then release their resources on a card."""
         return {label for device in self._devices for label in device.leaving}
 
     @property
@@ -254,10 +261,7 @@ class CardGroup:
         return {label for device in self._devices for label in device.waiting}
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Reserve a port, and the share of `request` on every card, for a generation.
-
-        Return why that is impossible, or "".
-        """
+        """Reserve a port, and the resources of each rank on its card, for a generation; return "", or why not."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.restore(label, request, port=self._free_ports(())[0])
@@ -266,7 +270,10 @@ class CardGroup:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
+        """Return why the resources of `request` are not available for a generation, or "" if they are.
+
+        The resources of the generations `excluding` count as free.
+        """
         for rank, device in enumerate(self._devices):
             refusal = device.rejection_reason(label, request.for_rank(rank), excluding=excluding)
             if refusal:
@@ -274,39 +281,39 @@ class CardGroup:
         return "" if self._free_ports(excluding) else self._port_conflict(label, excluding)
 
     def restore(self, label: str, request: ResourceRequest, port: int = LIBRARY_PORT) -> None:
-        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
+        """Reserve the resources of a running generation and the port of its ranks, even if this exceeds the limits."""
         for rank, device in enumerate(self._devices):
             device.restore(label, request.for_rank(rank))
             device.ports[label] = port
 
     def port(self, label: str) -> int:
-        """Return the port of a generation; 0 for the library's default port."""
+        """Return the port on which the ranks of a generation communicate; 0 for the library's default port."""
         return self._devices[0].port(label)
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """Record that these generations will soon release their resources."""
+        """Record that these generations will be drained and will then release their resources."""
         for device in self._devices:
             device.mark_leaving(labels)
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """Call `on_release` each time that resources are released on one of the cards.
+        """Call `on_release` each time that any generation releases resources of one of the cards.
 
-        The calls end when the generation has reserved or released its own resources.
+        The calls end when the generation `label` has reserved its resources or has ended.
         """
         for device in self._devices:
             device.wait_for_release(label, on_release)
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """Record the free bytes that the card of this rank reported."""
+        """Record the free memory of a rank's card, as a process has reported it after loading."""
         self._devices[rank].set_free_bytes(free_bytes, rank)
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes for each rank of a generation to the observed use beside its slice, on all cards."""
+        """Raise the bytes that a generation has reserved for each rank, besides its slice, to a measured value."""
         for device in self._devices:
             device.set_process_bytes(label, process_bytes)
 
     def release(self, label: str) -> None:
-        """Release the resources of a generation on all cards, then call the callbacks of the waiting generations."""
+        """Release the resources of a generation on all cards, then notify the generations that wait for resources."""
         for device in self._devices[:-1]:
             device.reserved.pop(label, None)
             device.ports.pop(label, None)

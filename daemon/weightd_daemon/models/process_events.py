@@ -1,8 +1,8 @@
-"""The events of child processes: their messages and exits, and the actions that follow.
+"""Handles the messages and exits of child processes, and performs the actions that generations return.
 
-`ProcessEvents` routes every message of a process: results of predicts to the dispatcher, all others to the generation.
-The actions that the generation then returns are carried out by `perform`. This is the same for the processes of one
-model, for ranks and for a process of several models; `ProcessUse` implements the differences.
+`ProcessEvents` passes the results of predicts to the dispatcher, and all other messages to the generation of the
+process. `ProcessUse` implements what differs between the processes of one model and a process that serves several
+models.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ProcessEvents:
     Args:
         process_manager: starts and ends the processes.
         use: the models that the processes serve.
-        reconcile: called after each event of a generation.
+        reconcile: called with the time after each event of a generation.
 
     Attributes:
         past_deaths: the number of processes that exited unexpectedly or had to be killed, in generations that no longer
@@ -84,7 +84,7 @@ class ProcessEvents:
     def resume(self, deployment: Deployment, generation: GenerationBase, record: GenerationRecord) -> bool:
         """Take over the children of a generation that the previous daemon has loaded.
 
-        Return False if its page store has changed, so that the generation has to be loaded again.
+        Return False if the generation's page store has changed, so that the model has to be loaded again.
         """
         if not self._process_manager.resume(self, generation, record.store_fingerprint):
             text = "%s: loading again: the page store was changed while no daemon was running"
@@ -99,7 +99,7 @@ class ProcessEvents:
     # --- from children ------------------------------------------------------------------------------------------
 
     def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
-        """Handle a message from a child."""
+        """Handle a message from a child process; `frames` are the tensors of a result."""
         entry = self._by_process.get(child)
         if entry is None:
             return
@@ -113,7 +113,8 @@ class ProcessEvents:
                 or generation.label in self._storage.fingerprints
             ) and not self._can_trust_answers(generation):
                 self.verify_store(generation, now)
-            # Outside a rank group, this message is unexpected, and the generation gives up the process.
+            # Only a rank of a divided model may send `PredictDone`. The generation ends any other process that sends
+            # it.
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
             case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():
@@ -121,7 +122,7 @@ class ProcessEvents:
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
-                pass  # a reply to the fork coordinator, which generations do not need
+                pass  # only the fork coordinator needs this message
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
 
@@ -133,7 +134,7 @@ class ProcessEvents:
         frames: Sequence[Any],
         now: float,
     ) -> None:
-        """Pass the outcome of a batch to its dispatcher, and fail ranks that are out of step."""
+        """Pass the outcome of a batch to its dispatcher; fail a rank whose report contradicts other ranks' reports."""
         dispatcher = self._use.only_dispatcher or self._use.active_dispatcher(generation)
         match message:
             case PredictResult():
@@ -154,14 +155,14 @@ class ProcessEvents:
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
-        """Pass a child's message about itself to its generation, and update the slots and the device accordingly."""
+        """Pass a child's message about itself to its generation; update watchdog, batching and free memory."""
         match generation, message:
             case Generation(), BatchMismatch(note, numbers):
                 names = self._use.dispatchers[0].principal_names
                 generation.on_batch_mismatch(note, {each: names.name_of(each) for each in numbers})
                 self._use.update_batching(generation)
             case Generation(), Built():
-                # The fingerprint is taken before any worker maps the page store.
+                # The fingerprint of the page store must be taken before any worker maps the page store.
                 self._storage.on_exported(generation)
                 if not self._is_refused(generation, message, now):
                     generation.on_message(child, message, now)
@@ -183,7 +184,7 @@ class ProcessEvents:
         self._reconcile(now)
 
     def _is_refused(self, generation: GenerationBase, built: Built, now: float) -> bool:
-        """Fail the generation if clients of the serving model could not use it; return whether that is so."""
+        """Fail a generation whose signature is not compatible with the serving model's; return whether it failed."""
         difference = self._use.dispatchers[0].signature.difference(built)
         if difference:
             reason = f"the new model is not compatible with the serving one: {difference}"
@@ -201,7 +202,7 @@ class ProcessEvents:
             )
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a child, for which the dispatchers may blame the batch that it was running."""
+        """Handle the exit of a child; its dispatchers decide whether the running batch may have caused the exit."""
         entry = self._by_process.pop(child, None)
         if entry is None:
             return
@@ -210,8 +211,8 @@ class ProcessEvents:
             self._use.on_snapshot_lost(generation.source)
         if not self._can_trust_answers(generation):
             self.verify_store(generation, now)
-            # The process may have exited because its holder exited or its store was damaged, so its batch is not to
-            # blame.
+            # The process may have exited because its holder had exited or its page store was damaged, so its batch is
+            # not blamed for the exit.
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
@@ -244,7 +245,7 @@ class ProcessEvents:
                 self._storage.remove_files(generation)
 
     def run_watchdog(self, serving: Iterable[GenerationBase], now: float) -> None:
-        """End overdue and unresponsive processes, ping idle ones, and verify the page stores."""
+        """End processes that take too long or answer no ping, ping idle processes, and check the page stores."""
         for dispatcher in self._use.dispatchers:
             for process, why in list(dispatcher.processes.overdue(now)):
                 self.end_process(process, why, now)
@@ -255,7 +256,7 @@ class ProcessEvents:
                     self.end_process(process, "no reply to a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
-        """Release the slot of a hung or faulty process, and end the process."""
+        """Return the batches of a hung or faulty process to the queue, remove its slot, and end the process."""
         self._release_slots(process)
         entry = self._by_process.get(process)
         if entry is not None:
@@ -264,9 +265,9 @@ class ProcessEvents:
             self._reconcile(now)
 
     def verify_store(self, generation: GenerationBase, now: float) -> None:
-        """Have a generation replaced if its page store has changed.
+        """Check the page store of a generation; if the store has changed, let another generation replace this one.
 
-        A generation whose required holder has exited is skipped: the exit event of the holder ends it.
+        A generation whose required holder has exited is skipped, because the exit of the holder ends the generation.
         """
         if not isinstance(generation, Generation):
             return  # rank groups have no page store
@@ -279,7 +280,7 @@ class ProcessEvents:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:
-        """Return whether the results of the generation's workers may be passed on to clients."""
+        """Return whether a generation's weights and page store are intact, so that its results may go to clients."""
         return generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and self._storage.is_store_intact(generation)
@@ -293,5 +294,5 @@ class ProcessEvents:
 
 
 def _is_lockstep(generation: GenerationBase) -> bool:
-    """Return whether all ranks take part in each predict and report its end."""
+    """Return whether the model is divided among ranks, which all run each predict and report its end."""
     return generation.spec.rank_group is not None and generation.spec.rank_group.is_sliced

@@ -1,4 +1,7 @@
-"""The use of processes: the sources that they load, the dispatchers that they serve, and the rendezvous of ranks."""
+"""The connection between processes and models: which source the processes load, and which dispatchers use them.
+
+The module also keeps the rendezvous of each rank group: the address at which its ranks find each other.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 
 
 class ProcessUse(abc.ABC):
-    """The use of processes: the sources that they load, and the dispatchers whose batches they run.
+    """The models that the processes of a deployment set serve: their sources and their dispatchers.
 
     Attributes:
         model_count: the number of models that the processes serve.
-        only_dispatcher: the dispatcher of the model if there is only one; None otherwise.
+        only_dispatcher: the dispatcher of the model, if the processes serve only one model; None otherwise.
     """
 
     model_count: int
@@ -37,34 +40,34 @@ class ProcessUse(abc.ABC):
     @property
     @abc.abstractmethod
     def models(self) -> Sequence[DeployedModel]:
-        """The models that the processes serve, as far as they have been made."""
+        """The models that the processes serve; models of a group that have not been made yet are missing."""
 
     @property
     @abc.abstractmethod
     def dispatchers(self) -> Sequence[Dispatcher]:
-        """The dispatchers of these models."""
+        """The dispatchers of all models that the processes serve."""
 
     @property
     @abc.abstractmethod
     def source(self) -> ModelSource:
-        """The source that generations load unless an update is in progress."""
+        """The source that the next generation loads, unless an update loads another one."""
 
     @property
     def build_factor(self) -> float:
-        """The memory that a build takes, as a multiple of the size of the model's files."""
+        """The memory that the build of a model needs, as a multiple of the size of the model's files."""
         return self.models[0].config.engine_spec.build_factor
 
     @abc.abstractmethod
     def renew_source(self) -> None:
-        """Replace `source` by a new one, so that its files are read again."""
+        """Replace `source` by a new source of the same path, so that the model files are read again."""
 
     @abc.abstractmethod
     def loaded_source(self, source: ModelSource) -> ModelSource:
-        """Return the source of the generations that load this source of a model."""
+        """Return which source generations load for a model's `source`: `source` itself, or a group's joint source."""
 
     @abc.abstractmethod
     def ready_snapshots(self) -> Sequence[ReadySnapshot]:
-        """Return every source that generations can load, with its snapshot."""
+        """Return every source whose snapshot exists, with the snapshot and the known self-test."""
 
     @abc.abstractmethod
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
@@ -72,19 +75,19 @@ class ProcessUse(abc.ABC):
 
     @abc.abstractmethod
     def request_snapshots(self, source: ModelSource, now: float) -> None:
-        """Request the snapshots for a generation that will be loaded from this source."""
+        """Request the snapshots that a generation of this source needs."""
 
     @abc.abstractmethod
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """Record that the files of a snapshot of this source have vanished."""
+        """Record that files of the snapshot of this source have vanished, so that a new snapshot is needed."""
 
     @abc.abstractmethod
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return the program of a process of the generation."""
+        """Return the model and the settings that a process of the generation runs with."""
 
     @abc.abstractmethod
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        """Add a slot of the generation, so that it receives requests."""
+        """Let a slot of the generation receive requests."""
 
     @abc.abstractmethod
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
@@ -92,11 +95,11 @@ class ProcessUse(abc.ABC):
 
     @abc.abstractmethod
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """Handle the report of a process that it cannot continue; its batch is not to blame."""
+        """Put the batch of a process that has failed back into the queue, without blaming the batch for the failure."""
 
     @abc.abstractmethod
     def on_generation_ended(self, generation: GenerationBase) -> None:
-        """Release the state of a generation that has ended."""
+        """Delete the data of a generation that has ended."""
 
     @abc.abstractmethod
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
@@ -108,7 +111,7 @@ class ProcessUse(abc.ABC):
 
 
 class OneModelUse(ProcessUse):
-    """The use of processes that serve one model: each worker is a slot, or all ranks together are one."""
+    """The `ProcessUse` of processes that serve one model: each worker, or all ranks of a group together, is a slot."""
 
     model_count = 1
 
@@ -136,7 +139,7 @@ class OneModelUse(ProcessUse):
         return self._versions.current
 
     def renew_source(self) -> None:
-        """Renew the current source of the model, so that its files are read again."""
+        """Replace the current source of the model by a new one of the same path, so that its files are read again."""
         self._versions.renew_current()
 
     def loaded_source(self, source: ModelSource) -> ModelSource:
@@ -156,16 +159,16 @@ class OneModelUse(ProcessUse):
         self._versions.snapshots.request(source, now + self._model.config.load_timeout)
 
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """Have the next request take the snapshot again."""
+        """Record that the snapshot of this source is lost, so that the next request takes the snapshot again."""
         self._versions.snapshots.on_lost(source)
 
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return the program of a worker or a rank."""
+        """Return the model and the settings that a holder, worker, rank or broker runs with."""
         snapshot = self._versions.snapshots[generation.source]
         return self._rendezvous.program(self._model.config, generation, snapshot, name, deployment.placement)
 
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        """Add a worker, or all ranks together, as a slot."""
+        """Let a worker, or all ranks of a group together, receive requests as one slot."""
         policy = batching.batching_policy(self._model.config, generation)
         if isinstance(generation, RankGroup):
             ranks, reply_rank = generation.processes.slots[name], generation.group_spec.reply_rank
@@ -184,14 +187,15 @@ class OneModelUse(ProcessUse):
             self._dispatcher.processes.add(name, device=child.device, policy=policy, concurrency=concurrency)
 
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
-        """Stop dispatching requests to a worker or to the ranks."""
+        """Stop dispatching requests to a worker, or to the ranks of a group."""
         self._dispatcher.processes.remove(name)
         if not generation.attach_control.is_valid:
-            # The slot will not answer its batch, which is not to blame.
+            # The weights are invalid, so the slot will not answer its batch. The batch runs again elsewhere and is not
+            # blamed.
             self._dispatcher.processes.release(name)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """Return the batch of a worker, or of the ranks, to the queue."""
+        """Put the batch of a failed worker or rank group back into the queue."""
         if generation.processes.is_ready(name):
             self._dispatcher.results.on_process_failed(name, reason, now)
 
@@ -200,21 +204,22 @@ class OneModelUse(ProcessUse):
         self._rendezvous.drop(generation.label)
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """Record the self-test for later generations of this source."""
+        """Record the self-test that a holder has found, for later generations of this source."""
         if self._model.config.selftest_tolerance:
-            # Workers need the answers of a holder, which are among the files of its generation.
+            # With a tolerance, workers compare their answers with the answers of a holder, which are files of its
+            # generation. So every generation needs a holder.
             selftest = dataclasses.replace(selftest, built=None)
         self._versions.snapshots.set_selftest(source, selftest)
 
     def update_batching(self, generation: GenerationBase) -> None:
-        """Apply the configured batching to all slots, as far as the generation has tested it."""
+        """Apply the configured batching to all slots, as far as the row test of the generation allows it."""
         policy = batching.batching_policy(self._model.config, generation)
         for each in generation.processes.slots:
             self._dispatcher.processes.set_policy(each, policy)
 
 
 class RendezvousTable:
-    """The rendezvous of each rank group, from the start of its first process to the end of the generation."""
+    """The rendezvous (the address at which the ranks meet) of each rank group, until its generation has ended."""
 
     def __init__(self) -> None:
         self._by_label: dict[str, Rendezvous] = {}
@@ -222,7 +227,7 @@ class RendezvousTable:
     def program(
         self, config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, name: str, placement: Placement
     ) -> WorkerProgram:
-        """Return the program of any child of the generation."""
+        """Return the model and the settings that a child of the generation runs with."""
         child, group_spec = generation.children[name], generation.spec.rank_group
         if group_spec is None:
             return worker_program(config, generation, snapshot, child.device)
@@ -238,7 +243,7 @@ class RendezvousTable:
 
 
 def rank_number(process: str) -> int | None:
-    """Return the rank number in a process name; None if the process is a broker or no rank."""
+    """Return the rank number in a process name; None if the process is no rank, for example a broker."""
     _, is_rank, number = process.rpartition(".rank")
     return int(number) if is_rank and number.isdecimal() else None
 

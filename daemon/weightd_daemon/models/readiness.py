@@ -18,9 +18,9 @@ class ModelPhase(enum.Enum):
     """The phase of a model: open, unloaded, or shutting down."""
 
     OPEN = "open"
-    UNLOADING = "unloading"  # further requests are refused; the accepted ones end, then the model is unloaded
-    UNLOADED = "unloaded"  # nothing is loaded; requests to a model that loads on demand wait
-    REPLACED = "replaced"  # shutting down; another model of the name adopts the queued requests, now and later
+    UNLOADING = "unloading"  # new requests are refused; after the accepted ones have ended, the model is unloaded
+    UNLOADED = "unloaded"  # nothing is loaded; a request to a model that loads on demand starts a load
+    REPLACED = "replaced"  # shutting down; a new model of the same name takes over all queued requests
     CLOSED = "closed"  # shutting down; queued requests fail
 
 
@@ -46,7 +46,7 @@ MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase]
     (
         ModelPhase.CLOSED,
         ModelPhaseEvent.REPLACE,
-    ): ModelPhase.CLOSED,  # the daemon stops while the replacement loads: no requests wait
+    ): ModelPhase.CLOSED,  # the daemon was stopping when the new model took over: no requests wait
     **{(phase, ModelPhaseEvent.CLOSE): ModelPhase.CLOSED for phase in ModelPhase},
 }
 
@@ -58,17 +58,17 @@ class ModelUnavailable(NamedTuple):
     message: str
 
     def to_error(self) -> RequestError:
-        """Return the error for a client."""
+        """Return this error as an exception for a client."""
         return self.error_type(self.message)
 
 
 class Readiness:
-    """The readiness of a model, derived from its deployments.
+    """Reports whether a model can serve requests, from the state of its deployments.
 
     Args:
         name: the name of the model.
         deployments: the deployments of the model or of its shared process.
-        processes: the processes that take its requests.
+        processes: the slots of the model's dispatcher, and the processes of these slots.
         index: the position of the model in its group, 0 without a group.
 
     Attributes:
@@ -95,8 +95,8 @@ class Readiness:
     def may_serve_soon(self) -> bool:
         """Whether any device serves the model or is expected to serve it soon.
 
-        This includes generations whose workers are reconnecting after a restart of the daemon, and deployments that are
-        loaded again if the model for which they were vacated fails.
+        A device is expected to serve soon if workers of its generation are reconnecting after a restart of the daemon,
+        or if its deployment is vacated: the deployment is loaded again if the changed model fails.
         """
         is_reconnecting = any(
             generation.is_reconnecting for each in self._deployments for generation in each.generations
@@ -105,14 +105,14 @@ class Readiness:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a device serves the model, and every device serves it with all its workers or has failed."""
+        """Whether at least one device serves the model, and each one serves it with all its workers or has failed."""
         return self.is_serving and all(
             each.has_failed or (each.serving is not None and each.serving.is_complete) for each in self._deployments
         )
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether no device serves or loads the model, because it was not wanted yet or was unloaded."""
+        """Whether no device serves or loads the model, because it has not been loaded yet or was unloaded."""
         return all(each.is_unloaded for each in self._deployments)
 
     @property
@@ -127,12 +127,16 @@ class Readiness:
 
     @property
     def has_transient_failures(self) -> bool:
-        """Whether any device has failed for a reason that may go away by itself."""
+        """Whether any device has failed for a cause that may disappear without an operator's action."""
         return any(each.is_transient for each in self._deployments)
 
     @property
     def state_name(self) -> str:
-        """The state of the model: "serving" if any device serves it, "failed" if all have failed, "unloaded"."""
+        """The state of the model in status reports.
+
+        It is "serving" if any device serves the model, "unloaded" if the model is unloaded, "failed" if all devices
+        have failed, and otherwise the state of the first device that has not failed.
+        """
         if self.is_serving:
             return GenerationState.SERVING.display_name
         if self.is_unloaded:
@@ -142,21 +146,22 @@ class Readiness:
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that represents the model in reports: a serving one, if any.
+        """The generation that status reports show for the model: a serving one, if there is one.
 
-        A model that was never loaded has none.
+        Raises:
+            RuntimeError: the model has never loaded a generation.
         """
         main = next((each for each in self._deployments if each.serving is not None), self._deployments[0])
         return main.main_generation
 
     @property
     def last_generation(self) -> GenerationBase | None:
-        """The `main_generation`; None if the model was never loaded."""
+        """The generation that status reports show for the model; None if the model was never loaded."""
         return None if self._deployments[0].last_generation is None else self.main_generation
 
     @property
     def built(self) -> Built | None:
-        """The description of the model from the holder of a generation that has not ended; None if none has sent it."""
+        """The model's description, with its signature, as an active generation has reported it; None before."""
         active = (each for deployment in self._deployments for each in deployment.generations if each.state in ACTIVE)
         return next((built for each in active if (built := each.built_model(self.index)) is not None), None)
 
@@ -176,9 +181,10 @@ class Readiness:
         return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
 
     def explain_error(self, error: RequestError, *, is_on_demand: bool = False) -> RequestError:
-        """Return the error for a client: a missed deadline becomes UNAVAILABLE if no worker could have answered.
+        """Return the error for a client: a missed deadline becomes UNAVAILABLE if the model had no worker.
 
-        A model that loads on demand may take longer to load than a request can wait, so the error stays there.
+        For a model that loads on demand, the error remains DEADLINE_EXCEEDED, because a load may take longer than a
+        request can wait.
         """
         serving = [each.serving for each in self._deployments if each.serving is not None]
         if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
@@ -194,7 +200,7 @@ class Readiness:
         return Unavailable(f"{self._name} has no worker: {generation.progress}, {cause}")
 
     def unready_reason(self, now: float) -> str:
-        """Return why the model is not ready, or "" if a worker has answered within the watchdog's period."""
+        """Return why the model is not ready; "" if a worker has answered within the period of the watchdog."""
         serving = [each.serving for each in self._deployments if each.serving is not None]
         if self.is_unloaded:
             return f"{self._name} is not loaded"

@@ -21,7 +21,7 @@ class UpdateSink(Protocol):
     """Sends the results of updates to the clients that requested them."""
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Report to the client that an update has taken over."""
+        """Report to the client that the updated model serves."""
 
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Report to the client that the update has failed."""
@@ -36,15 +36,15 @@ class _Rollout(NamedTuple):
 
 
 class Rollouts:
-    """The updates of one model, one at a time. All devices take over together, or none.
+    """The updates of one model, one at a time. A new version takes over on all devices or on none.
 
     Args:
         name: the name of the model.
         config: the configuration of the model.
-        deployments: one for each device.
-        versions: the sources of the model.
+        deployments: the deployments of the model, one for each device or rank group.
+        versions: the current and the previous source of the model.
         dispatcher: the dispatcher of the model's requests.
-        update_sink: receives the results.
+        update_sink: sends the result of an update to the client.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Rollouts:
         return self._current is not None
 
     def check_alone(self) -> None:
-        """Reject an update of a model that shares its process, because the update would replace the other models, too.
+        """Reject an update of a model that shares its process, which would replace all models of the group.
 
         Raises:
             FailedPrecondition: the model belongs to a group.
@@ -108,7 +108,7 @@ class Rollouts:
             deployment.update(source, now)
 
     def reconcile(self, now: float) -> bool:
-        """Complete the update in progress if it can take over or has failed; return whether it has ended."""
+        """Complete the update if all devices can take over or one has failed; return whether an update has ended."""
         rollout = self._current
         if rollout is None:
             return False
@@ -153,7 +153,11 @@ class Rollouts:
     def _rollback_target(self) -> ModelSource:
         """Return the source from before the last update.
 
-        A rollback is possible once: a second one would return to the version that was just rolled back.
+        A second rollback in a row is rejected, because it would return to the version that the first rollback has
+        replaced.
+
+        Raises:
+            FailedPrecondition: no earlier source is kept.
         """
         versions = self._versions
         if versions.previous is not None:
@@ -168,10 +172,13 @@ class Rollouts:
         )
 
     def _check_file(self, path: str) -> None:
-        """Check the path of a model file.
+        """Check that the path of a model file has the engine's suffix, and for ranks a placeholder.
 
-        The suffix determines which other files belong to a model, so the engine must not receive a file with another
-        one.
+        The suffix determines which other files belong to a model, so the engine must not get a file with another
+        suffix.
+
+        Raises:
+            InvalidArgument: the path is not valid for the model.
         """
         suffix = self._config.engine_spec.suffix
         if path and Path(path).suffix != suffix:

@@ -1,7 +1,7 @@
-"""A process that serves several models, on each of their devices. The models load together and fail together.
+"""A process that serves all models of a model group; there is one on each device of the group.
 
-The models have one set of deployments. For its clients, each is a model like any other: it has its own requests,
-snapshots and a slot at each process.
+The models load together and fail together, because they have one set of deployments. Each model has its own requests
+and snapshots, and its own slot at each process, so clients use it like any other model.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 
 
 class SharedProcess(ProcessUse):
-    """The use of a process that serves all models of a group; each model has a slot at it.
+    """The `ProcessUse` of a process that serves all models of a group; each model has a slot at the process.
 
     Args:
         group: the model group.
-        ids: numbers the group's sources.
+        ids: assigns the numbers of the group's sources.
 
     Attributes:
-        users: the tenants that use the processes.
+        users: the tenants that use the processes of the group.
     """
 
     def __init__(self, group: Membership, ids: IdSequence) -> None:
@@ -47,11 +47,11 @@ class SharedProcess(ProcessUse):
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """The models that have joined, in the order of the group's table."""
+        """The models that were added so far, in the order of the group's configuration."""
         return self._models
 
     def join(self, model: DeployedModel) -> None:
-        """Add a model. Models join in any order; a process numbers them in the order of the group's table."""
+        """Add a model of the group. A process numbers its models in the order of the group's configuration."""
         self._models.append(model)
         self._models.sort(key=lambda each: self.group.models.index(each.name))
 
@@ -59,21 +59,21 @@ class SharedProcess(ProcessUse):
 
     @property
     def source(self) -> ModelSource:
-        """The joint source of all models."""
+        """The joint source of the group, which represents the current sources of all its models."""
         return self._source
 
     def renew_source(self) -> None:
-        """Renew the sources of all models, so that their files are read again."""
+        """Replace the sources of all models by new ones of the same paths, so that their files are read again."""
         self._source = self._new_source()
         for model in self._models:
             model.versions.renew_current()
 
     def loaded_source(self, source: ModelSource) -> ModelSource:
-        """Return the joint source, because no model is loaded without the others."""
+        """Return the joint source, because all models of the group are loaded together."""
         return self._source
 
     def ready_snapshots(self) -> Sequence[ReadySnapshot]:
-        """Return the joint snapshot once the snapshots of all models exist."""
+        """Return the joint source with a joint snapshot, once the snapshots of all models exist."""
         snapshots = self._snapshots()
         if not snapshots:
             return ()
@@ -82,13 +82,13 @@ class SharedProcess(ProcessUse):
         return (ReadySnapshot(self._source, joint),)
 
     def request_snapshots(self, source: ModelSource, now: float) -> None:
-        """Request the missing snapshots of all models for a process that will be started."""
+        """Request the missing snapshots of all models of the group."""
         for model in self._models:
             versions = model.versions
             versions.snapshots.request(versions.current, now + model.config.load_timeout)
 
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """Have the snapshots of all models taken again, because files have vanished."""
+        """Record that the snapshots of all models are lost, so that the next request takes new ones."""
         for versions in [each.versions for each in self._models]:
             versions.snapshots.on_lost(versions.current)
 
@@ -109,7 +109,10 @@ class SharedProcess(ProcessUse):
         return self._models[0].dispatcher
 
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return the program of the process. Models of the same file use one copy of it, so they may share weights."""
+        """Return the models and the settings that the process runs with.
+
+        Models with the same model file load the same copy of the file, so that they can share weights.
+        """
         config = self._models[0].config
         snapshots = self._snapshots() or ()
         first_by_path: dict[str, Snapshot] = {}
@@ -143,11 +146,12 @@ class SharedProcess(ProcessUse):
             for dispatcher in self.dispatchers:
                 dispatcher.processes.remove(process)
                 if not generation.attach_control.is_valid:
-                    # The process will not answer its batch, which is not to blame.
+                    # The weights are invalid, so the process will not answer its batch. The batch runs again elsewhere
+                    # and is not blamed.
                     dispatcher.processes.release(process)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """Return the batch that the process was running, of whichever model, to the queue."""
+        """Put the batch of a failed process back into the queue of the model whose batch it is."""
         self.active_dispatcher(generation).results.on_process_failed(name, reason, now)
         for dispatcher in self.dispatchers:
             dispatcher.processes.release(name)
@@ -168,7 +172,7 @@ class SharedProcess(ProcessUse):
         return ModelSource(self.group.name, number=self._ids.next_source())
 
     def _snapshots(self) -> list[Snapshot]:
-        """Return the snapshots of all models in their order, or an empty list if one is missing."""
+        """Return the snapshots of all models in the order of `models`; an empty list if one is missing."""
         versions = [each.versions for each in self._models]
         snapshots = [each.snapshots.find(each.current) for each in versions]
         return [] if None in snapshots else [each for each in snapshots if each is not None]

@@ -13,9 +13,9 @@ from weightd_daemon.processes.events import Snapshot
 
 
 class IdSequence:
-    """The numbers of the generations and sources of a model name.
+    """Assigns the numbers of the generations and sources for one model name.
 
-    No number is used twice for a name, even after another model has taken the name.
+    No number is used twice for a name, even after a new model has replaced the model of this name.
     """
 
     def __init__(self, last_ids: Sequence[int] = (0, 0)) -> None:
@@ -23,7 +23,7 @@ class IdSequence:
 
     @property
     def last_ids(self) -> tuple[int, int]:
-        """The last assigned numbers of a generation and of a source."""
+        """The number last assigned to a generation, and the number last assigned to a source."""
         return self._last_generation, self._last_source
 
     def next_generation(self) -> int:
@@ -42,16 +42,17 @@ class ModelVersions:
 
     Args:
         path: the path of the model file that is loaded first.
-        ids: the numbers of the model's name.
-        take_snapshot: begins to take the snapshot of a source, see `Snapshots`.
+        ids: assigns the numbers of generations and sources for the name of the model.
+        take_snapshot: begins to take the snapshot of a source; see `take` of `Snapshots`.
         remove_snapshot: removes a snapshot, or cancels it while it is being taken.
 
     Attributes:
-        current: the source that is served or will be.
-        previous: the source from before the last update; None if there was no update, or if it was rolled back.
-        rolled_back: the source that was replaced by a rollback, since this daemon started; None if the last update was
-            not a rollback.
-        snapshots: the snapshots of these sources, and of the source that an update loads.
+        current: the source that the model serves or loads.
+        previous: the source from before the last update; None if there was no update, or if the last one was a
+            rollback.
+        rolled_back: the source that the last update has replaced, if this update was a rollback under this daemon; None
+            otherwise.
+        snapshots: the snapshots of `current` and `previous`, and of the source that an update loads.
     """
 
     def __init__(
@@ -69,15 +70,15 @@ class ModelVersions:
 
     @property
     def last_ids(self) -> tuple[int, int]:
-        """The last assigned numbers of a generation and of a source."""
+        """The number last assigned to a generation, and the number last assigned to a source."""
         return self._ids.last_ids
 
     def create(self, path: str, weights: str, grant: Grant) -> ModelSource:
         """Return a new source.
 
         Args:
-            path: the path of the model file, or "" for the current one.
-            weights: the path of a file of arrays, or "" for the model's own weights.
+            path: the path of the model file; "" for the path of the current source.
+            weights: the path of a file of arrays that replace weights; "" for the weights in the model file.
             grant: the file permissions of the client that named these paths.
         """
         before = self.current
@@ -86,15 +87,18 @@ class ModelVersions:
         )
 
     def renew_current(self) -> None:
-        """Give the current source a new number, so that its files are read again; no generation may be serving it."""
+        """Replace the current source by a new one of the same path, so that the files are read again.
+
+        No generation may be serving the source.
+        """
         before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
 
     def on_take_over(self, source: ModelSource) -> None:
-        """Record that an update has taken over.
+        """Record that an update to this source has taken over.
 
-        A rollback drops the source that it replaces, so that no second rollback can return to it. A source without a
-        snapshot has never served, so it is not kept for a rollback.
+        A rollback drops the source that it has replaced, so that no second rollback can return to that source. A
+        replaced source without a snapshot has never served, so it is not kept for a rollback.
         """
         oldest, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
         is_rollback = source == oldest
@@ -106,12 +110,12 @@ class ModelVersions:
                 self.drop(each)
 
     def drop(self, source: ModelSource) -> None:
-        """Drop a source that no update needs any more, unless it is the current or the previous one."""
+        """Drop the snapshot of a source, unless it is the current or the previous source."""
         if source not in (self.current, self.previous):
             self.snapshots.drop(source)
 
     def records(self) -> list[SourceRecord]:
-        """Return the records to `restore` from: the sources with a snapshot, the current one first."""
+        """Return the records for `restore`: the current source and the previous one, if they have snapshots."""
         return [
             SourceRecord.from_source(each, there)
             for each in (self.current, self.previous)
@@ -119,7 +123,10 @@ class ModelVersions:
         ]
 
     def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> None:
-        """Restore the sources that the previous daemon had."""
+        """Restore the sources of the previous daemon from its records.
+
+        `current` and `previous` are the numbers of sources; `previous` is 0 without a previous source.
+        """
         sources = {each.number: each.restored_source for each in records}
         for each in records:
             self.snapshots.restore(sources[each.number], each.restored_snapshot)
@@ -127,7 +134,7 @@ class ModelVersions:
 
 
 class ReadySnapshot(NamedTuple):
-    """A source whose snapshot exists, so that it can be loaded.
+    """A source that can be loaded, because its snapshot exists.
 
     Attributes:
         selftest: the self-test that a generation has found for the source; None if none has.
@@ -139,27 +146,27 @@ class ReadySnapshot(NamedTuple):
 
 
 class Snapshots:
-    """Takes one snapshot of each source, which all its generations load.
+    """The snapshots of a model: one for each source, which all generations of the source load.
 
     Args:
         take: begins to take the snapshot of a source, which must have the given sha256 unless that is "".
-        remove: removes the snapshot of a source, or cancels it while it is being taken.
+        remove: removes the snapshot of a source, or stops taking it.
     """
 
     def __init__(self, take: Callable[[ModelSource, str], None], remove: Callable[[ModelSource], None]) -> None:
         self._take = take
         self._remove = remove
-        # None: the snapshot is being taken.
+        # The snapshot of each source; None while the snapshot is being taken.
         self._by_source: dict[ModelSource, Snapshot | None] = {}
         self._selftests: dict[ModelSource, SelfTestSpec] = {}
-        # The sha256 of each lost snapshot, which the next one must have: all generations of a source load the same
-        # files.
+        # The sha256 of each lost snapshot. A new snapshot of the source must have the same sha256, because all
+        # generations of a source load the same bytes.
         self._expected_sha256: dict[ModelSource, str] = {}
         # The deadlines of the snapshots in progress, in monotonic seconds.
         self._deadlines: dict[ModelSource, float] = {}
 
     def request(self, source: ModelSource, deadline: float) -> None:
-        """Begin to take the snapshot of a source, unless that has begun; `deadline` is in monotonic seconds."""
+        """Begin to take the snapshot of a source, unless this has begun; `deadline` is in monotonic seconds."""
         if source not in self._by_source:
             self._by_source[source] = None
             self._deadlines[source] = deadline
@@ -167,7 +174,7 @@ class Snapshots:
 
     @property
     def next_event_at(self) -> float:
-        """The first deadline of a snapshot in progress, in monotonic seconds."""
+        """The earliest deadline of the snapshots in progress, in monotonic seconds."""
         return min(self._deadlines.values(), default=float("inf"))
 
     def take_overdue(self, now: float) -> list[ModelSource]:
@@ -191,7 +198,7 @@ class Snapshots:
     def on_lost(self, source: ModelSource) -> None:
         """Record that the files of a snapshot have vanished.
 
-        The next request takes the snapshot again, and it must have the same sha256.
+        The next `request` takes a new snapshot of the source, which must have the same sha256.
         """
         snapshot = self._by_source.get(source)
         if snapshot is not None:
@@ -199,7 +206,7 @@ class Snapshots:
             self._expected_sha256[source] = snapshot.sha256
 
     def find(self, source: ModelSource) -> Snapshot | None:
-        """Return the snapshot of a source, or None if it does not exist."""
+        """Return the snapshot of a source; None if it does not exist or is still being taken."""
         return self._by_source.get(source)
 
     def set_selftest(self, source: ModelSource, selftest: SelfTestSpec) -> None:
@@ -208,7 +215,7 @@ class Snapshots:
             self._selftests[source] = selftest
 
     def on_failed(self, source: ModelSource) -> None:
-        """Record that a snapshot could not be taken."""
+        """Record that the snapshot of a source could not be taken."""
         self._by_source.pop(source, None)
         self._selftests.pop(source, None)
         self._deadlines.pop(source, None)

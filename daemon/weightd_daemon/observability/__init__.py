@@ -1,4 +1,5 @@
-"""Read-only view of a running daemon: status, metrics, events and logs. These modules change nothing.
+"""Read-only view of a running daemon: status, metrics, events and logs.
 
-May import `models` and the packages below it. The state of clients appears in numbers only.
+The modules of this package do not change the daemon's state. They may import `models` and the packages below it, but
+not `api`. About clients they report only numbers.
 """

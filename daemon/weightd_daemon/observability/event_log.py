@@ -1,6 +1,6 @@
 """Recent log events at INFO and above, kept in memory so that clients can query the daemon for them.
 
-The journal of the service manager has all events, but not every host has a journal, and not every client may read it.
+systemd's journal has all events, too, but not every host has a journal, and not every client may read it.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from weightd_daemon.platform.log_setup import client_of, subject_of
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.events import Event, Events, EventsResponse
 
-# The log holds about a day of a healthy service, or half an hour of a service whose workers crash all the time.
+# Default maximum number of events and of their bytes. They cover about a day of a healthy service, or half an hour of a
+# service whose workers crash all the time.
 MAX_EVENTS = 2000
 MAX_BYTES = 1024 * 1024
 
-# Longer texts are cut: they may contain text from other programs, such as the end of a worker's log.
+# Maximum size of an event's text in bytes. Longer texts are truncated: they may quote other programs, such as the end
+# of a worker's log.
 _MAX_TEXT_BYTES = 1024
 
-# Size of an event apart from its texts: exact in a message, approximate in memory.
+# Size in bytes of an event without its texts. In an encoded response it is exact, and in memory approximate.
 _OVERHEAD_BYTES = 160
 
-# Limit of a response: less than MAX_HEADER_BYTES.
+# Maximum size in bytes of all events in a response. It must be less than `limits.MAX_HEADER_BYTES`.
 _MAX_REPLY_BYTES = 56 * 1024
 
 _SEVERITIES = ((logging.ERROR, "error"), (logging.WARNING, "warning"))
 
-# Usage lines are logged at regular intervals and would push out all other events.
+# Name of a logger whose INFO lines are not kept: it logs usage at regular intervals, which would push out other events.
 _ROUTINE_LOGGER = "weightd.usage"
 
 
 _Source = tuple[bool, str]
-"""The source of an event: whether a client caused it, and the name of the client or of the model."""
+"""The source of an event: whether a client caused the event, and the name of this client or else of the model."""
 
 
 class EventLog(logging.Handler):
-    """Log handler that keeps the most recent events, whose numbers increase from one daemon to the next.
+    """Log handler that keeps the most recent events. Event numbers continue to increase when the daemon restarts.
 
-    When a limit is reached, the oldest event of the largest source is dropped: of a client if clients have caused more
-    than half of the events, otherwise of a model or the daemon. So no client can push out events of others or of the
-    daemon itself.
+    If a limit is exceeded, the oldest event of the source with the most events is dropped. If clients have caused more
+    than half of the events, this source is a client; otherwise it is a model or the daemon. So no client can push out
+    events of other clients, of models or of the daemon.
 
     Args:
         max_events: the maximum number of events.
@@ -55,13 +57,13 @@ class EventLog(logging.Handler):
         super().__init__(logging.INFO)
         self._max_events = max_events
         self._max_bytes = max_bytes
-        # By number, ascending. There may be gaps, because each source drops its own oldest events.
+        # Events by number, in ascending order. Numbers may be missing, because dropped events need not be the oldest.
         self._events: dict[int, Event] = {}
         self._numbers_by_source: dict[_Source, deque[int]] = {}
         self._client_event_count = 0
         self._nbytes = 0
-        # Microseconds since 1970: the numbers of the next daemon are higher unless this one logs a million events a
-        # second.
+        # The first number is the time in microseconds since 1970. So the numbers of the next daemon are higher, unless
+        # this daemon logs a million events a second.
         self._first_number = self._next_number = time.time_ns() // 1000
 
     @contextlib.contextmanager
@@ -92,8 +94,9 @@ class EventLog(logging.Handler):
             self._drop_oldest()
 
     def query(self, request: Events) -> EventsResponse:
-        """Return the first events after the requested number, as many as fit into a response."""
-        # A higher number comes from an earlier daemon whose clock was ahead: start from the beginning.
+        """Return the events after the number in the request, the oldest first, as many as fit into a response."""
+        # A number that this daemon has not reached comes from an earlier daemon whose clock was ahead. Return all
+        # events.
         after = request.after if request.after < self._next_number else 0
         later = [event for number, event in self._events.items() if number > after]
         matching: list[Event] = []
@@ -129,7 +132,7 @@ def _severity(level: int) -> str:
 
 def _text(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
-    # Only the log has the complete traceback.
+    # Omit the traceback, which only the log contains.
     text = record.getMessage() if error is None else f"{record.getMessage()}: {type(error).__name__}: {error}"
     return clip(to_one_line(text), _MAX_TEXT_BYTES)
 

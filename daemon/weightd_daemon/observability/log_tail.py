@@ -1,7 +1,8 @@
-"""Ends of the logs of a model's processes, including exited processes, as long as the files exist.
+"""Reader of the last lines of the logs of a model's processes, also of exited processes whose log files still exist.
 
-Any process of the daemon's user may have replaced a log by something else, so only regular files are read. Each step
-reads a bounded part of one file, so that the event loop can do other work in between.
+Only regular files are read, because any process of the daemon's user can replace a log by another kind of file. A
+response takes several steps, so that the event loop can do other work in between; each step reads a limited part of one
+file.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from weightd_daemon.processes.files import GenerationFiles
 from weightd_protocol import limits
 from weightd_protocol.messages.events import Logs, LogsResponse, LogTail
 
-# Limit of all logs in a response.
+# Maximum size in bytes of all logs in a response.
 _MAX_BYTES = 1024 * 1024
 
-# Limit of the entries that are read from a directory, where workers may exit again and again.
+# Maximum number of entries that are read from a log directory. Workers that exit again and again may leave many logs.
 _MAX_ENTRIES = 2048
 
 _SUFFIX = ".log"
@@ -31,10 +32,10 @@ class _Log(NamedTuple):
 
 
 class LogTailReader:
-    """Reader of the logs for one request, one file a step.
+    """Reader of the logs for one request. Each step reads one file.
 
     Args:
-        client: the client that sent the request.
+        client: the key of the client that sent the request.
         request: the request.
         generations: the files of the model's generations, by generation number.
     """
@@ -49,7 +50,7 @@ class LogTailReader:
         self._tails: list[LogTail] = []
 
     def step(self) -> bool:
-        """Read one log; return whether it was the last one."""
+        """Read the next log; return whether all logs have been read."""
         if self._remaining:
             log = self._remaining.pop(0)
             tail = _read_tail(log, self.request.lines, self._max_log_bytes)
@@ -69,16 +70,16 @@ def _find_logs(process: str, generations: Mapping[int, GenerationFiles]) -> Iter
 
 
 def _log_names(process: str, files: GenerationFiles) -> Iterable[str]:
-    """Return the names of the processes that have, or may have, a log among these files."""
+    """Return the names of the processes whose logs are to be read: `process`, or all if `process` is empty."""
     if process:
-        # The name must be a file in this directory.
+        # The name comes from a client. It must not lead to another directory.
         return [process] if "/" not in process and "\0" not in process else []
     try:
         with os.scandir(files.directory) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
     except OSError:
         return []
-    # No process has an empty or unprintable name, and a response could not carry such a name.
+    # Skip empty and unprintable names: no process has such a name, and a response could not contain it.
     return [
         name.removesuffix(_SUFFIX)
         for name in names
@@ -113,11 +114,11 @@ def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
 
 
 def _last_lines(content: bytes, lines: int, max_bytes: int, *, is_truncated: bool) -> str:
-    """Return the last lines; the beginning of the first one may be missing if the lines exceed the limit."""
+    """Return the last `lines` lines of a log; if they exceed `max_bytes`, their beginning is cut off."""
     text = content.decode("utf-8", "replace")
     kept: Sequence[str] = text.splitlines(keepends=True)
     if is_truncated and len(kept) > 1:
         kept = kept[1:]
     raw = "".join(kept[-lines:]).encode()
-    # The decoder replaces each invalid byte by a character of three bytes, so the text can exceed the limit.
+    # The decoder has replaced each invalid byte by a character of three bytes, so the text may exceed the limit again.
     return raw[max(0, len(raw) - max_bytes) :].decode("utf-8", "ignore")

@@ -1,9 +1,9 @@
-"""Memory of all processes for metrics and status. For metrics, a thread measures it, at most once a minute.
+"""Measurement of the memory of the daemon's and the models' processes, for metrics and for the status.
 
 The kernel takes milliseconds to count the pages of one process, and longer if it is short of memory. The event loop
-must not wait for that, so metrics report the previous measurement. The thread only reads files below /proc and page
-stores, and holds no locks that a forked child would miss. It starts no children, because children die with the thread
-that started them.
+must not wait for this. So metrics report the previous measurement, which a thread has made, at most once a minute. The
+thread only reads files below /proc and page stores. It holds no locks, because a child forked meanwhile would inherit
+them locked. It starts no children, because the kernel kills a child when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MeasuredProcess(Protocol):
 
 
 class MeasuredFiles(Protocol):
-    """The files of a generation."""
+    """The files of a generation, as far as this module needs them."""
 
     @property
     def store(self) -> Path:
@@ -46,13 +46,14 @@ class MeasuredFiles(Protocol):
 
 
 class MemorySubject(NamedTuple):
-    """The parts of one generation whose memory is measured.
+    """The data that is needed to measure the memory of one generation.
 
     Attributes:
-        pids: the processes of the generation.
-        shared_bytes: the sum of the weights that each worker reports to share.
-        weight_bytes: the size of the copy of the weights as the holder reports it; 0 if unknown.
-        store_path: the page store, whose resident size is measured instead; None if the copy is not in a file.
+        pids: the pids of the generation's processes.
+        shared_bytes: the sum over all workers of the size of the shared weights, as each worker reports it.
+        weight_bytes: the size of the shared copy of the weights, as the holder reports it; 0 if unknown.
+        store_path: the path of the page store with the copy of the weights, whose size in memory is measured instead of
+            `weight_bytes`; None if the copy is not in a page store.
     """
 
     pids: tuple[int, ...]
@@ -61,12 +62,16 @@ class MemorySubject(NamedTuple):
     store_path: Path | None
 
     def copy_bytes(self, resident: Callable[[Path], int | None]) -> int | None:
-        """Return the resident size of the copy of the weights, None if unknown; `resident` measures a file."""
+        """Return how many bytes of the shared copy of the weights are in memory; None if unknown.
+
+        Args:
+            resident: returns how many bytes of a file are in memory.
+        """
         return self.weight_bytes if self.store_path is None else resident(self.store_path)
 
     def saved_bytes(self, copy_bytes: int | None) -> int | None:
-        """Return the memory that sharing saves: the weights that the workers share, less the copy."""
-        # A copy that no worker has used yet is not in memory: sharing has saved nothing then.
+        """Return how many bytes sharing saves: `shared_bytes` of all workers, minus the one copy; None if unknown."""
+        # A size of 0 means that no worker has used the copy yet, so sharing has not saved anything.
         return copy_bytes and max(0, self.shared_bytes - copy_bytes)
 
 
@@ -74,7 +79,14 @@ MemorySubjects = Mapping[str, Sequence[MemorySubject]]
 
 
 class MemoryFootprint(NamedTuple):
-    """The memory of a model's processes at the last measurement, in bytes; None if unknown."""
+    """The memory of all generations of a model at the last measurement, in bytes; None if unknown.
+
+    Attributes:
+        pss_bytes: the proportional set size of all processes.
+        shared_bytes: the sum of `MemorySubject.shared_bytes` of all generations.
+        saved_bytes: how many bytes sharing saves, see `MemorySubject.saved_bytes`.
+        copy_bytes: how many bytes of the shared copies of the weights are in memory.
+    """
 
     pss_bytes: int | None = None
     shared_bytes: int | None = None
@@ -83,7 +95,7 @@ class MemoryFootprint(NamedTuple):
 
 
 class MemoryReport(NamedTuple):
-    """The last measurement: the memory of the daemon with its helper processes, and of models by name."""
+    """Result of a measurement: the memory of the daemon with its helper processes, and of each model, by name."""
 
     pss_bytes: int | None = None
     footprints: Mapping[str, MemoryFootprint] = {}
@@ -92,11 +104,11 @@ class MemoryReport(NamedTuple):
 def memory_subjects(
     models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]
 ) -> MemorySubjects:
-    """Return the subjects to measure for each model.
+    """Return by model name the `MemorySubject` of each of the model's generations.
 
     Args:
         models: the served models.
-        processes: the processes of all models, by name.
+        processes: the running processes of all models, by name.
         files: the files of each generation, by its label.
     """
     return {
@@ -108,7 +120,7 @@ def memory_subjects(
 def memory_subject(
     generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
 ) -> MemorySubject:
-    """Return the subject to measure for a generation."""
+    """Return the data that is needed to measure the memory of a generation."""
     children = [child for child in generation.processes.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
@@ -121,10 +133,10 @@ def memory_subject(
 
 
 class MemorySampler:
-    """Background sampler of memory that keeps the last measurement.
+    """Measures the memory of all processes in the background, and keeps the last measurement.
 
     Args:
-        start: starts a function without waiting for it.
+        start: called with a function; runs the function in the background. Default: in a new thread.
         clock: returns monotonic seconds.
     """
 
@@ -137,11 +149,11 @@ class MemorySampler:
         self._clock = clock
         self._due_at = -float("inf")
         self._is_measuring = False
-        # The measuring thread replaces the whole report at once, so no lock is needed.
+        # No lock is needed, because the measuring thread replaces the whole report with one assignment.
         self._report = MemoryReport()
 
     def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> MemoryReport:
-        """Return the last measurement; start a new one if it is due."""
+        """Return the last measurement; start a new one if `INTERVAL_S` has passed since the last start."""
         now = self._clock()
         if now >= self._due_at and not self._is_measuring:
             self._due_at, self._is_measuring = now + INTERVAL_S, True
@@ -165,7 +177,7 @@ class MemorySampler:
 
 
 def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
-    """Measure the memory of a model's generations."""
+    """Measure the memory of all generations of a model."""
     pss_bytes, shared_bytes, saved_bytes, copy_bytes = 0, 0, 0, 0
     is_complete = True
     for each in subjects:
@@ -181,7 +193,7 @@ def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
 
 
 def _start_thread(target: Callable[[], None]) -> None:
-    # A daemon thread: if the kernel does not return from a read, the process can still exit.
+    # Use a daemon thread, so that the process can exit even if the kernel does not return from a read.
     threading.Thread(target=target, name="memory", daemon=True).start()
 
 
@@ -189,8 +201,8 @@ class MemoryMeter:
     """Measures the memory of one model at a time in the background.
 
     Args:
-        subjects_of: returns what to measure for a model.
-        start: starts a function without waiting for it.
+        subjects_of: called with the name of a model; returns the `MemorySubject` of each of its generations.
+        start: see `MemorySampler`.
     """
 
     def __init__(
@@ -200,13 +212,13 @@ class MemoryMeter:
     ) -> None:
         self._subjects_of = subjects_of
         self._start = start or _start_thread
-        # The model that is being measured, and its memory once that is known.
+        # The name of the model that is measured, and the PSS of its processes once it is known.
         self._model = ""
         self._pss_bytes: int | None = None
         self._is_measuring = False
 
     def poll(self, model: str) -> int | None:
-        """Return the memory of a model's processes in bytes (PSS); until it is known, return None and measure it."""
+        """Return the PSS of a model's processes in bytes; until it is measured, measure it and return None."""
         if self._is_measuring:
             return None
         if self._model == model and self._pss_bytes is not None:
@@ -230,7 +242,7 @@ class MemoryMeter:
 
 T = TypeVar("T")
 
-# A value is measured again only if it is older than this.
+# Seconds for which a measured value stays in the cache.
 MAX_AGE_S = 1.0
 
 
@@ -259,12 +271,12 @@ class TtlCache:
 
 
 class MemoryScan:
-    """Scan of the memory of processes for one status request, one process a step.
+    """Measurement of the memory of processes for one status request. Each step measures one process.
 
     Args:
-        request_id: the id of the request.
-        pids: the processes to measure.
-        cache: recently measured values.
+        request_id: the id of the status request.
+        pids: the pids of the processes to measure.
+        cache: the cache of recently measured values.
     """
 
     def __init__(self, request_id: str, pids: Iterable[int], cache: TtlCache) -> None:
@@ -274,7 +286,7 @@ class MemoryScan:
         self._remaining_pids = list(pids)
 
     def step(self) -> bool:
-        """Measure one process, besides processes with a cached result; return whether all are done."""
+        """Measure the next process; return whether all are measured. Processes with a cached result take no step."""
         is_known = True
         while self._remaining_pids and is_known:
             pid = self._remaining_pids.pop()
@@ -283,16 +295,16 @@ class MemoryScan:
         return not self._remaining_pids
 
     def pss_bytes(self, pid: int) -> int | None:
-        """Return the proportional set size of a process; None if unknown."""
+        """Return the proportional set size of a process in bytes; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.pss_bytes
 
     def private_bytes(self, pid: int) -> int | None:
-        """Return the memory of a process that no other process has; None if unknown."""
+        """Return how many bytes of memory a process shares with no other process; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.private_bytes
 
     def anonymous_bytes(self, pid: int) -> int | None:
-        """Return the memory of a process that belongs to no file; None if unknown."""
+        """Return how many bytes of a process's memory are not part of a file; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.anonymous_bytes

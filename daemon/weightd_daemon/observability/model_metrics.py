@@ -1,4 +1,4 @@
-"""Metrics and status of models from data that is at hand, for operators and for a single tenant."""
+"""Metrics and status of models, for operators and for a single tenant, from data that needs no measurement."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model_metrics(
     ready: bool,
     reserved_bytes: int,
 ) -> ModelMetrics:
-    """Return the counters and the state of a model; its histograms count since the first start of the daemon."""
+    """Return the counters and the state of a model. The counters include the counts of earlier daemons."""
     counters, generation = counter_registry.counters_of(model.name), model.readiness.last_generation
     requests = model.dispatcher.status(event_loop.now())
     return ModelMetrics(
@@ -68,7 +68,7 @@ def model_metrics(
 
 
 def process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
-    """Return the number of processes by role and state."""
+    """Return how many processes there are of each role and state."""
     counts = Counter(
         (role_of(generation, child), child.state.display_name)
         for generation in generations
@@ -79,7 +79,7 @@ def process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount,
 
 
 def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
-    """Return the role of a process; a worker that does not take requests yet is a spare."""
+    """Return the role of a process; "spare" for a ready worker that does not serve requests yet."""
     is_spare = (
         child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
     )
@@ -87,7 +87,7 @@ def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
 
 
 def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> ModelMetrics:
-    """Return the metrics of a model for a tenant that may only see its own requests."""
+    """Return the metrics of a model for a tenant that may only see its own requests. All other numbers are 0."""
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
@@ -114,7 +114,7 @@ def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> Mod
 def tenant_model_status(
     model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts
 ) -> ModelStatus:
-    """Return the status of a model for a tenant that may only see its own requests."""
+    """Return the status of a model for a tenant that may only see its own requests, without processes and paths."""
     usage = usage_table.usage_of(tenant.name, model.name)
     return ModelStatus(
         name=model.name,
@@ -129,7 +129,7 @@ def tenant_model_status(
 
 
 def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
-    """Return the number of requests in the queue, by tenant and model."""
+    """Return the number of queued requests, by the names of the tenant and the model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
         for tenant, count in model.dispatcher.queued_by_tenant.items():

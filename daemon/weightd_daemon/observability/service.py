@@ -1,7 +1,7 @@
-"""Service for status, metrics, events and logs requests, with a limited share of the event loop's time.
+"""Service that answers requests for status, metrics, events and logs with a limited share of the loop's time.
 
-Each response is made in steps between other work: `Reports` does one step in each turn of the loop, and limits the time
-for the requests of one user.
+Each response is made in steps, so that the event loop can do other work in between. In each turn of the loop, `Reports`
+runs one step of one request. It limits the time that the requests of one user take.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.types import DaemonMessage
 
-# Limits of pending requests for one user and for all users: each response may cost milliseconds.
+# Maximum number of pending requests of one user, and of all users. Each response may take milliseconds of the loop's
+# time.
 MAX_PER_USER = 8
 MAX_PENDING = 16
 
-# The share of the loop's time for the requests of one user.
+# Fraction of the loop's time that the requests of one user may take.
 LOOP_SHARE = 0.1
 
-# Loop time that a user may take at once after a quiet period, so that occasional requests never wait.
+# Seconds of the loop's time that the requests of a user may take without a wait after a pause, so that occasional
+# requests are answered without delay.
 BURST_S = 0.1
 
 
-# Few clients may request logs, and each request may read a megabyte.
+# Maximum number of pending logs requests. Each may read a megabyte, and only operators may send them.
 _MAX_LOG_READERS = 4
 
 
@@ -50,16 +52,16 @@ class Responses(Protocol):
 
 
 class StatusService:
-    """Service that makes the responses and sends each one when it is complete.
+    """Collects the daemon's state for requests of clients, and sends each response when it is complete.
 
     Args:
-        snapshots: builds views of the daemon's state.
-        event_log: the recent events.
-        loop: runs the steps.
-        responses: returns the sender of replies, which is created after this service.
+        snapshots: builds responses from the daemon's state.
+        event_log: keeps the recent events.
+        loop: the event loop that runs the steps.
+        responses: returns the sender of replies. It is a function, because the sender is created after this service.
 
     Attributes:
-        timer: runs the next step when it is due.
+        timer: runs the next step when the requesting user has time left again; the caller adds it to the loop.
     """
 
     def __init__(
@@ -77,10 +79,10 @@ class StatusService:
         self._log_readers: list[LogTailReader] = []
 
     def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
-        """Answer a status request; for a viewer of everything, after the memory of each process has been read.
+        """Answer a status request. If the viewer can see all tenants, the response includes each process's memory.
 
         Raises:
-            RequestError: the request is rejected.
+            ResourceExhausted: too many requests of the user are pending.
         """
         if not viewer.can_see_all:
             self._answer(requester, lambda: self._snapshots.tenant_status(requester.request_id, viewer.tenant))
@@ -96,15 +98,19 @@ class StatusService:
         self._reports.add(requester, step)
 
     def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
-        """Answer a metrics request; raises as `report_status`."""
+        """Answer a metrics request; raise the same errors as `report_status`."""
         self._answer(requester, lambda: self._snapshots.metrics(requester.request_id, viewer))
 
     def report_events(self, requester: MetadataRequest, request: Events) -> None:
-        """Answer an events request; raises as `report_status`."""
+        """Answer an events request; raise the same errors as `report_status`."""
         self._answer(requester, lambda: self._event_log.query(request))
 
     def report_logs(self, client: bytes, request: Logs) -> None:
-        """Answer a logs request once the files have been read; raises as `report_status`."""
+        """Answer a logs request when the log files have been read.
+
+        Raises:
+            ResourceExhausted: too many logs requests are pending.
+        """
         if len(self._log_readers) == _MAX_LOG_READERS:
             raise ResourceExhausted(f"{_MAX_LOG_READERS} log requests are running already")
         self._log_readers.append(LogTailReader(client, request, self._snapshots.log_files(request.model_name)))
@@ -118,7 +124,7 @@ class StatusService:
         self._reports.add(requester, step)
 
     def _read_next_log(self) -> None:
-        """Read one log file for the first request."""
+        """Read one log file for the first pending logs request."""
         if self._log_readers[0].step():
             reader = self._log_readers.pop(0)
             self._responses().reply(reader.client, reader.response)
@@ -127,18 +133,18 @@ class StatusService:
 
 
 class _PendingReport(NamedTuple):
-    """A pending request; `step` does a part of the work, and returns whether the response was sent."""
+    """A pending request. `step` does a part of the work, and returns whether the response was sent."""
 
     requester: MetadataRequest
     step: Callable[[], bool]
 
 
 class Reports:
-    """Queue of pending requests; runs their steps and shares the loop's time among users.
+    """Queue of pending requests. It runs their steps, and divides the loop's time among users.
 
     Args:
-        loop: runs the steps.
-        reject: called with a request that is dropped from the queue, and the error.
+        loop: the event loop that runs the steps.
+        reject: called with a request that is dropped because the queue is full, and the error for its client.
         get_time: returns monotonic seconds.
     """
 
@@ -153,15 +159,16 @@ class Reports:
         self._get_time = get_time
         self._pending: list[_PendingReport] = []
         self._counts_by_user = Counter[str]()
-        # By user: the time at which the user's share of the loop's time has paid for all steps so far.
+        # By user: the time at which the user's share (`LOOP_SHARE`) will have made up for the loop time of all steps so
+        # far.
         self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
     def add(self, requester: MetadataRequest, step: Callable[[], bool]) -> None:
-        """Add a request; beyond `MAX_PENDING`, reject a request of the user who has the most.
+        """Add a request. If more than `MAX_PENDING` are pending, reject one of the user with the most requests.
 
         Raises:
-            ResourceExhausted: the user already has `MAX_PER_USER` requests.
+            ResourceExhausted: `MAX_PER_USER` requests of the user are already pending.
         """
         if self._counts_by_user[requester.user] == MAX_PER_USER:
             text = f"{MAX_PER_USER} status, metrics and events requests of this user are waiting already"
@@ -176,7 +183,7 @@ class Reports:
             self._reject(last.requester, ResourceExhausted(text, retry_after=self._retry_after_s(last.requester)))
 
     def step(self) -> None:
-        """Run a step for the user who has had the least time, if that user's next step is due."""
+        """Run a step for the user who has used the least loop time; if the user's share is used up, set `timer`."""
         if not self._pending:
             return
         started_at = self._get_time()
@@ -202,7 +209,7 @@ class Reports:
             del self._counts_by_user[pending.requester.user]
 
     def _next_to_evict(self) -> _PendingReport:
-        """Return the request to reject: the last one of the largest client of the largest user."""
+        """Return the request to reject: the newest of the client with the most requests, of the user with the most."""
         by_client = Counter(each.requester.client for each in self._pending)
         by_user = self._counts_by_user
         return max(
@@ -210,5 +217,5 @@ class Reports:
         )
 
     def _retry_after_s(self, requester: MetadataRequest) -> float:
-        """Return after how many seconds another request of the user is likely to be answered."""
+        """Return in how many seconds the user will have loop time for another request; at least `BURST_S`."""
         return max(BURST_S, self._paid_until.get(requester.user, 0.0) - BURST_S / LOOP_SHARE - self._get_time())

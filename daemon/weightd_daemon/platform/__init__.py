@@ -1,4 +1,4 @@
 """Access to the operating system: processes, descriptors, sockets, timers, directories, memory and the log.
 
-These modules know no models, requests, clients or children, and import nothing else of the daemon.
+These modules do not depend on models, requests or the state of clients, and import no other package of the daemon.
 """

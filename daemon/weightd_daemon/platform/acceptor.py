@@ -1,4 +1,4 @@
-"""Acceptor of connections on listening sockets. If descriptors or memory run out, only the affected listener pauses."""
+"""Acceptor of connections on a listening socket, which pauses only this socket if descriptors or memory run out."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 
-# Default number of connections that one wake-up accepts; the others wait for the next one.
+# Default maximum number of connections that are accepted each time the loop wakes up. Further connections stay in the
+# kernel's backlog until the next wake-up.
 _MAX_ACCEPTED = 64
 
-# A wake-up accepts no further connection after this time, so that a flood of connections does not block the loop.
+# Maximum time in seconds for accepting connections in one wake-up, so that a flood of connections does not block the
+# loop.
 _SLICE_S = 2e-4
 
-# Pause after a wake-up that refused a connection, so that a flood of refused connections takes little of the loop's
-# time.
+# Seconds for which the listener pauses after a wake-up in which a connection was refused, so that a flood of refused
+# connections takes little of the loop's time.
 _REFUSAL_BACKOFF_S = 1e-3
 
-# Pause after the process has run out of descriptors or memory, until some are free again.
+# Seconds for which the listener pauses after the process has run out of descriptors or memory. Then it tries again.
 _EXHAUSTED_BACKOFF_S = 0.1
 
-# Interval of the log line about such a pause.
+# Minimum number of seconds between two log lines about exhausted descriptors or memory.
 _LOG_INTERVAL_S = 10.0
 
 # From <asm-generic/socket.h>; Python's socket module does not have this constant.
@@ -38,9 +40,10 @@ class Acceptor:
     Args:
         listener: a listening, non-blocking socket.
         loop: watches the listener.
-        on_connection: called with each connection, which it then owns; returns False if it has refused the connection.
+        on_connection: called with each accepted connection and takes ownership of it; returns False if it has refused
+            the connection.
         report: called with a text for the log when no connection can be accepted.
-        max_accepted: how many connections one wake-up accepts.
+        max_accepted: the maximum number of connections that are accepted each time the loop wakes up for the listener.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Acceptor:
         loop.add_timer(self._resume_timer)
 
     def accept(self) -> None:
-        """Accept the connections that are waiting, up to the limits of one wake-up."""
+        """Accept waiting connections, up to the limits for one wake-up of the loop; then pause if one was refused."""
         if self._accept_batch():
             self._loop.pause_reading(self._listener.fileno())
             self._resume_timer.set(event_loop.now() + _REFUSAL_BACKOFF_S)
@@ -73,7 +76,7 @@ class Acceptor:
         self._loop.remove(self._listener.fileno())
 
     def _accept_batch(self) -> bool:
-        """Accept connections until a limit of one wake-up is reached; return whether any was refused."""
+        """Accept connections until none waits or a limit for one wake-up is reached; return whether any was refused."""
         deadline = event_loop.now() + _SLICE_S
         has_refused = False
         for _ in range(self._max_accepted):
@@ -82,8 +85,8 @@ class Acceptor:
             except BlockingIOError:
                 break
             except OSError as error:
-                # Other errors mean that this connection has already ended. Out of resources: pause until some are free
-                # again.
+                # These errors mean that descriptors or memory are exhausted. Any other error means that the connection
+                # has already ended, so the next one is accepted.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._back_off(error)
                     return False
@@ -94,7 +97,7 @@ class Acceptor:
         return has_refused
 
     def _back_off(self, error: OSError) -> None:
-        """Pause the listener: the waiting connection would otherwise wake the loop again and again."""
+        """Pause the listener, because a connection that cannot be accepted would wake the loop again and again."""
         now = event_loop.now()
         if self._resume_timer.due_at == _NEVER:
             if self._rate_limited_log.record("", now) is not None:
@@ -107,10 +110,10 @@ class Acceptor:
 
 
 def refuse_descriptors(listener: socket.socket) -> bool:
-    """Have the kernel refuse descriptors that clients send; return whether none can arrive.
+    """Have the kernel refuse descriptors on connections of a listener; return whether no client can send any.
 
-    For Unix sockets this needs Linux 6.16. A connection inherits the flag that the listener had when the connection was
-    made.
+    For a Unix socket this needs the socket option SO_PASSRIGHTS of Linux 6.16. A new connection inherits the option
+    from the listener. Descriptors cannot be sent over TCP.
     """
     if listener.family != socket.AF_UNIX:
         return True

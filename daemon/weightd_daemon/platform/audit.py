@@ -1,8 +1,8 @@
-"""Audit log of loads, unloads, updates and reloads, of the users who requested them, and of refused operations.
+"""Audit log of loads, unloads, updates, reloads and refused operations, each with the user who requested it.
 
 Each entry is one event of the logger `weightd.audit`: ``audit KEY=VALUE ...``, where each value is a JSON string in
-ASCII, so that names from clients cannot forge entries. In the journal the values are fields, too (`AUDIT_ACTION=`,
-...).
+ASCII, so that names from clients cannot forge entries. In systemd's journal, each value is also a field of the entry
+(`AUDIT_ACTION=`, ...).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FAILED = "failed"
 REFUSED = "refused"
 
 OPERATOR = "operator"
-"""The user of changes that the configuration file causes, not a client."""
+"""`AuditEntry.user` of a change that comes from the configuration file, not from a client."""
 
 DAEMON = "weightd"
-"""The user of loads and unloads that the daemon decides by itself."""
+"""`AuditEntry.user` of a load or unload that the daemon decides by itself."""
 
-# Clients can repeat refused operations at will: each user of a tenant gets one entry in this interval. The daemon keeps
-# 2,000 events.
+# Minimum number of seconds between two entries about refused operations of one user. Clients can repeat refused
+# operations at will, and would otherwise push all other events out of the daemon's event log.
 _REFUSAL_INTERVAL_S = 10.0
 
 _MAX_DETAIL_BYTES = 512
@@ -40,12 +40,12 @@ class AuditEntry(NamedTuple):
     Attributes:
         action: "load", "unload", "retry", "restart", "update", "rollback", "reload" or "dry_run" (of a reload); for a
             refused operation, the type of the message.
-        user: "uid 1001", "key Z85", "host ADDRESS", "this host" (a local client whose user the kernel does not report)
+        user: "uid 1001", "key Z85", "host ADDRESS", "this host" (a local client whose user the kernel does not report),
             "operator" or "weightd".
         tenant: the tenant of the user; "" for none.
         model: the name of the model, as the client wrote it; "" for none.
-        path: the path of a model file; "" for none.
-        weights: the path of a file of weights; "" for none.
+        path: the path of the model file that an update names; "" for none.
+        weights: the path of the weights file that an update names; "" for none.
     """
 
     action: str
@@ -57,7 +57,7 @@ class AuditEntry(NamedTuple):
 
 
 def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str) -> None:
-    """Write an entry with the outcome of its operation; empty fields are left out."""
+    """Write an entry with the result of its operation. Fields with an empty value are omitted."""
     level = logging.INFO if result == OK else logging.WARNING
     if not _log.isEnabledFor(level):
         return
@@ -71,7 +71,7 @@ def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str)
     fields = {name: value for name, value in fields.items() if value}
     text = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
     journal = {f"AUDIT_{name.upper()}": value for name, value in fields.items()}
-    # All other events name their model in this field.
+    # The field MODEL also names the model in all other journal entries of the daemon.
     journal.update({"MODEL": entry.model} if entry.model else {})
     _log.log(level, "audit %s", text, extra=fields_extra(journal))
 
@@ -83,7 +83,7 @@ class RefusalLog:
         self._rate_limited_log = RateLimitedLog(_REFUSAL_INTERVAL_S)
 
     def write(self, entry: AuditEntry, result: str, detail: str, now: float) -> None:
-        """Write the entry or count it as suppressed. Users without a tenant share one limit, and so do hosts."""
+        """Write the entry, or count it as suppressed. All hosts and all users without a tenant share one limit."""
         has_own_limit = entry.tenant and not entry.user.startswith("host ")
         suppressed = self._rate_limited_log.record(
             f"{result} {entry.user} of {entry.tenant}" if has_own_limit else "", now

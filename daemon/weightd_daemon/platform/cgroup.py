@@ -1,8 +1,8 @@
 """Limits and usage of the daemon's control group: memory, CPU time and tasks.
 
-Supports version 1 and version 2 of control groups, and hosts that use both (hybrid), where either version may have a
-controller. The kernel reports the values as text in files. If a file is missing or has an unknown format, its value is
-treated as unknown.
+Supports control groups of version 1 and version 2, and hosts with both (hybrid), where each controller is in one of the
+two versions. The kernel reports the values as text in files. If a file is missing or has an unknown format, its value
+is treated as unknown.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from weightd_protocol.messages.status import MemoryLimit
 
 T = TypeVar("T")
 
-# Version 1 writes "no limit" as the largest number of whole pages, which depends on the page size; no host has an
-# exbibyte of memory.
+# A limit from this number of bytes on means "no limit": version 1 then reports the largest multiple of the page size.
+# No host has an exbibyte of memory.
 _NO_LIMIT = 2**60
 
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -28,7 +28,7 @@ _PRESSURE = re.compile(
     r"some avg10=(?P<percent>[0-9]{1,3}\.[0-9]{2}) avg60=[0-9]{1,3}\.[0-9]{2} avg300=[0-9]{1,3}\.[0-9]{2} total=[0-9]+"
 )
 
-# See proc_pid_mountinfo(5): six fields, any number of optional ones, a hyphen, three fields.
+# A line of mountinfo, see proc_pid_mountinfo(5): six fields, any number of optional fields, a hyphen, three fields.
 _MOUNT = re.compile(
     r"[0-9]+ [0-9]+ [0-9]+:[0-9]+ (?P<root>[^ ]+) (?P<point>[^ ]+) [^ ]+(?: [^ ]+)*? - "
     r"(?P<kind>cgroup2?) [^ ]* (?P<options>[^ ]+)"
@@ -37,7 +37,10 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class _Names(NamedTuple):
-    """File names of memory usage and limits, and the key in memory.stat for memory that the kernel reclaims first."""
+    """The kernel's names for memory figures of a group: the usage file, the limit files, and a key in memory.stat.
+
+    `inactive_key` is the key of the page cache that the kernel reclaims first.
+    """
 
     usage: str
     limits: tuple[str, ...]
@@ -57,12 +60,12 @@ class ControlGroup(NamedTuple):
 
     @property
     def self_and_ancestors(self) -> list[Path]:
-        """The directories of the group and of its visible ancestors, whose limits apply to the group, too."""
+        """The directories of the group and its visible ancestors. The limits of an ancestor apply to the group, too."""
         return [self.mount / each for each in (self.relative_path, *self.relative_path.parents)]
 
 
 def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
-    """Return memory usage and limits of the process's control group; None if they are unknown.
+    """Return the memory usage and limits of the process's control group; None if the usage is unknown.
 
     Args:
         proc: the directory of the process in /proc.
@@ -95,12 +98,12 @@ def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
 
 class TaskLimit(NamedTuple):
-    """Limit of processes and threads in a control group, and their number.
+    """Limit on the tasks (processes and threads) of a control group, and how many tasks the group has.
 
     Attributes:
         directory: the directory of the group.
-        limit: the maximum number.
-        used: the current number; None if it is unknown.
+        limit: the maximum number of tasks.
+        used: the current number of tasks; None if it is unknown.
     """
 
     directory: Path
@@ -109,7 +112,7 @@ class TaskLimit(NamedTuple):
 
 
 def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
-    """Return the smallest limit of processes and threads that applies to the process; None if none is known.
+    """Return the lowest task limit among the process's control group and its ancestors; None if no limit is known.
 
     Args:
         proc: the directory of the process in /proc.
@@ -142,15 +145,15 @@ def _find_group(proc: Path, controller: str) -> ControlGroup | None:
 
 
 def locate(membership: str, mountinfo: str, controller: str = "memory") -> ControlGroup | None:
-    """Return the control group by which a controller limits the process; None if it is not visible.
+    """Return the control group in which a controller limits the process; None if no mount shows the group.
 
-    The paths in both files are relative to the root of the control group namespace. A mount may begin further down (a
-    container without a namespace) or outside of the namespace ("/..").
+    The paths in both files are relative to the root of the control group namespace. The root of a mount may be a group
+    below it (in a container without its own namespace) or a group outside of the namespace ("/..").
 
     Args:
         membership: the content of /proc/PID/cgroup.
         mountinfo: the content of /proc/PID/mountinfo.
-        controller: the name of the controller.
+        controller: the name of the controller, such as "memory", "cpu" or "pids".
     """
     found = _parse_membership(membership, controller)
     if found is None:
@@ -160,12 +163,13 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Contr
         ControlGroup(Path(point), below, unified)
         for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
     ]
-    # If there are several mounts, take the one that shows most ancestors.
+    # Of several mounts that show the group, take the mount that shows the most ancestors, because their limits apply,
+    # too.
     return max(groups, key=lambda group: len(group.relative_path.parts), default=None)
 
 
 def _parse_membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
-    """Return the path of the group, and whether it is of version 2."""
+    """Return the path of the process's group, and whether the group is of version 2; None if it is unknown."""
     unified: str | None = None
     for line in text.removesuffix("\n").split("\n"):
         hierarchy, *rest = line.split(":", 2)
@@ -197,7 +201,10 @@ def _unescape(text: str) -> str:
 
 
 def _with_memory_controller(directories: list[Path]) -> list[Path]:
-    """Drop the groups below the first one that has the memory controller: they are accounted in that group."""
+    """Return the first directory whose group has the memory controller, and the directories of its ancestors.
+
+    The kernel counts the memory of groups without this controller in their nearest ancestor that has it.
+    """
     for index, directory in enumerate(directories):
         controllers = _read_text(directory / "cgroup.controllers")
         if controllers is None:
@@ -208,7 +215,8 @@ def _with_memory_controller(directories: list[Path]) -> list[Path]:
 
 
 def _v2_memory(directories: list[Path]) -> MemoryLimit | None:
-    # The root group of the host has no memory.current; its other values, such as pressure, are not the service's.
+    # The host's root group has no memory.current. Its other values, such as the pressure, are the host's and are not
+    # reported for the daemon.
     usage = _read_value(directories[0] / "memory.current", _parse_number) if directories else None
     if usage is None:
         return None
@@ -226,7 +234,7 @@ def _v1_memory(directories: list[Path]) -> MemoryLimit | None:
     if usage is None:
         return None
     limits = [_read_text(each / "memory.limit_in_bytes") for each in directories]
-    # The kernel reports the limit of all ancestors here, even if they are not mounted.
+    # This value in memory.stat includes the limits of all ancestors, even if no mount shows an ancestor.
     hierarchical_limit = _read_value(directories[0] / "memory.stat", _parse_hierarchical_limit)
     return MemoryLimit(
         usage_bytes=usage,
@@ -241,7 +249,7 @@ def _free_in_group(directory: Path, files: _Names) -> int | None:
         return None
     used = _read_value(directory / files.usage, _parse_number)
     cached = _read_value(directory / "memory.stat", lambda text: _parse_entry(text, files.inactive_key)) or 0
-    # With a limit but without a known usage, no memory can be assumed to be free.
+    # If the group has a limit but its usage is unknown, assume that no memory is free.
     return 0 if used is None else max(0, limit - max(0, used - cached))
 
 
@@ -250,7 +258,7 @@ def _v2_cores(directory: Path) -> float | None:
 
 
 def _v1_cores(directory: Path) -> float | None:
-    # Without a limit, the quota is -1, which does not parse as a number.
+    # A quota of -1 means "no limit". `_parse_number` rejects it, so the quota is None then.
     quota, period = (_read_value(directory / f"cpu.cfs_{each}_us", _parse_number) for each in ("quota", "period"))
     return None if quota is None or not period else quota / period
 
@@ -275,7 +283,10 @@ def _read_value(path: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def _min_limit(texts: Iterable[str | None]) -> int | None:
-    """Return the smallest limit. A missing file is no limit; if a file has an unknown format, the result is None."""
+    """Return the lowest limit in the contents of limit files; None without a limit, or if a format is unknown.
+
+    A content of None stands for a missing file and sets no limit.
+    """
     try:
         limits = [_parse_limit(text) for text in texts if text is not None]
     except ValueError:
@@ -288,7 +299,7 @@ def _parse_limit(text: str) -> int:
 
 
 def _parse_number(text: str) -> int:
-    """Parse a number of bytes or a count; reject a value that exceeds what a status message can carry."""
+    """Parse a number of bytes or a count; raise ValueError if it is too large for a status message."""
     digits = text.removesuffix("\n")
     if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
         raise ValueError(text)
@@ -296,7 +307,7 @@ def _parse_number(text: str) -> int:
 
 
 def _parse_quota(text: str) -> float:
-    """Return the number of cores, from a quota and its period; raise for the quota "max"."""
+    """Return the number of cores from the text "QUOTA PERIOD"; raise ValueError for "max", which is no limit."""
     quota, _, period = text.partition(" ")
     if _parse_number(period) == 0:
         raise ValueError(text)
@@ -312,7 +323,7 @@ def _parse_hierarchical_limit(text: str) -> int:
 
 
 def _parse_entry(text: str, key: str) -> int:
-    """Return the number of a key, in a text with one "KEY NUMBER" pair a line."""
+    """Return the number of a key in a text that has one "KEY NUMBER" pair in each line."""
     pairs = [line.partition(" ") for line in text.split("\n")]
     values = [value for name, _, value in pairs if name == key]
     if len(values) != 1:
@@ -321,7 +332,7 @@ def _parse_entry(text: str, key: str) -> int:
 
 
 def _parse_pressure(text: str) -> float:
-    """Return the percentage of the last ten seconds in which some process waited for memory."""
+    """Return the percentage of the last 10 s in which some process waited for memory (file memory.pressure)."""
     match = _PRESSURE.fullmatch(text.partition("\n")[0])
     if match is None or float(match["percent"]) > 100:
         raise ValueError(text)
@@ -329,12 +340,12 @@ def _parse_pressure(text: str) -> float:
 
 
 def usable_core_count() -> int:
-    """Return how many cores this process and its children can use; at least 1."""
+    """Return how many cores this process and its children can use by affinity and CPU quota; at least 1."""
     core_count = len(allowed_cores())
     quota = cores()
     return core_count if quota is None else max(1, min(core_count, round(quota)))
 
 
 def allowed_cores() -> frozenset[int]:
-    """Return the cores on which this process and its children may run."""
+    """Return the numbers of the cores on which this process and its children may run."""
     return frozenset(os.sched_getaffinity(0))

@@ -1,7 +1,8 @@
-"""Log lines about what clients do, limited for each client and in total.
+"""Rate limits for log lines about clients: for each client, and for all clients together.
 
-A client can cause the same event thousands of times a second. But the log, the events that the daemon keeps, and the
-rate that the journal allows the service are shared by all clients and the daemon itself.
+A client can cause the same event thousands of times a second. Without limits, its log lines would push out the lines
+about other clients and about the daemon: from the log, from the daemon's event log, and from the journal, which limits
+the rate of each service.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.log_setup import client_extra
 
 WINDOW_S = 10.0
-"""The length in seconds of the periods to which the limits apply."""
+"""Length in seconds of the period in which lines are counted for the limits."""
 
-# Lines about one user, host or tenant in a period. Each kind of event has one line, which also gives the number of
-# suppressed lines.
+# Maximum number of lines about one user, host or tenant in a period. Each kind of event is logged at most once in a
+# period; the next line of this kind gives the number of suppressed lines.
 _MAX_LINES_PER_CLIENT = 8
 
-# Lines about all clients. By default, journald drops the lines of a service beyond 10,000 in 30 s.
+# Maximum number of lines about all clients in a period. By default, journald drops the lines of a service beyond 10,000
+# in 30 s.
 _MAX_LINES = 100
 
-# Kinds of suppressed events that are counted separately; all further ones share one count.
+# Maximum number of pairs of client and event kind whose suppressed lines are counted separately. All further suppressed
+# lines share one count.
 _MAX_COUNTED_KINDS = 1024
 
 
@@ -45,12 +48,12 @@ class ClientLog:
         """Write a line about an event that a client has caused, unless a limit is reached.
 
         Args:
-            log: the logger of the line.
+            log: the logger that writes the line.
             level: the level of the line.
             client: the user, host or tenant that has caused the event; "" if it is not known.
             text: a format string.
             args: the arguments of `text`.
-            kind: the kind of the event. Default: `text`.
+            kind: the kind of the event, by which lines are limited. Default: `text`.
         """
         if not log.isEnabledFor(level):
             return

@@ -1,6 +1,6 @@
-"""Limits on client connections: how many a process has descriptors for, and which ones it closes when there are more.
+"""Limits on client connections: how many a process may have, and which ones it closes if it has too many.
 
-The daemon, its proxies and the metrics endpoint each limit their own clients by the same rules.
+The daemon, each ZeroMQ proxy and the metrics endpoint apply these rules to their own clients.
 """
 
 from __future__ import annotations
@@ -11,31 +11,34 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from weightd_common.rate_limits import TokenBuckets
 
-# Descriptors for children, logs and stores, and for connections that a library accepts before the limits are applied.
+# Clients may use half of the process's descriptors, but at least this minimum and at most this maximum is reserved for
+# other uses: child processes, logs, page stores, and connections that a library accepts before the limits are applied.
 _MIN_RESERVED_DESCRIPTORS = 256
 _MAX_RESERVED_DESCRIPTORS = 4096
 
 REOPEN_FRACTION = 0.9
-"""After connections were closed: the fraction of the limit below which the log reports free connections again."""
+"""After connections had to be closed, the daemon logs that it accepts connections again once their number is below this
+fraction of the limit.
+"""
 
 NO_TENANT = "users without a tenant"
-"""The account and the user of all clients without a tenant, if tenants are configured."""
+"""Name of the account, and of the user in it, to which all clients without a tenant count if tenants are configured."""
 
 EVERYONE = "everyone"
-"""The account of all clients, if no tenants are configured."""
+"""Name of the account to which all clients count if no tenants are configured."""
 
-# Divisors of the number of all connections: the share that all users without a tenant may have together, and the share
-# of its account that a user keeps whatever the account's other users do.
+# Divisors of the maximum number of connections. All users without a tenant together may have a quarter of them. The
+# user with the most connections of its account loses one first only if it has more than a thirty-second of them.
 _NO_TENANT_DIVISOR = 4
 _GUARANTEED_DIVISOR = 32
 
 
 class LimitedConnection(Protocol):
-    """A connection as the limiter sees it.
+    """The properties of a connection by which the limiter decides.
 
     Attributes:
-        connected_at: when the connection was opened, in monotonic seconds.
-        has_sent_message: whether the peer has sent a whole message. Once true it remains true.
+        connected_at: the time at which the connection was opened, in monotonic seconds.
+        has_sent_message: whether the peer has ever sent a whole message.
         is_busy: whether a request of the connection is being processed.
     """
 
@@ -56,36 +59,42 @@ G = TypeVar("G", bound=LimitedConnection)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors to the hard limit: the usual 1,024 is meant for programs that call select()."""
+    """Raise the soft limit of descriptors to the hard limit. The usual 1,024 only protects callers of select(2)."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_client_descriptors() -> int:
-    """Return how many descriptors clients may use under the process's current limit."""
+    """Return how many descriptors clients may use: the process's limit less the reserved descriptors."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, limit - min(max(limit // 2, _MIN_RESERVED_DESCRIPTORS), _MAX_RESERVED_DESCRIPTORS))
 
 
 def max_total_regions() -> int:
-    """Return how many regions of memory all clients together may have: half of the descriptors kept for other uses."""
+    """Return the maximum number of shared memory regions of all clients together.
+
+    Each region needs a descriptor. All regions together may use half of the reserved descriptors.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit - max_client_descriptors()) // 2
 
 
 class Excess(NamedTuple, Generic[G]):
-    """A connection that has to be closed, and the reason."""
+    """A connection that the caller has to close, and the reason for the log."""
 
     connection: G
     reason: str
 
 
 class _Queue(Generic[G]):
-    """Connections in the order in which they were added: those known to have sent a message, and the others."""
+    """Connections in the order in which they were added.
+
+    `active` has the connections that are known to have sent a message, and `unchecked` has all others.
+    """
 
     def __init__(self) -> None:
         # `next_to_evict` moves connections that have sent a message from the front of `unchecked` to the end of
-        # `active`. So all connections in `unchecked` were added after all in `active`.
+        # `active`. So every connection in `unchecked` was added after every connection in `active`.
         self.active: OrderedDict[G, None] = OrderedDict()
         self.unchecked: OrderedDict[G, None] = OrderedDict()
 
@@ -97,7 +106,11 @@ class _Queue(Generic[G]):
         self.unchecked.pop(connection, None)
 
     def next_to_evict(self) -> G:
-        """Return the oldest silent connection; else the newest without a request under way; else the newest."""
+        """Return the connection to close.
+
+        This is the oldest connection that has never sent a message. If all have sent one, it is the newest connection
+        without a request in progress, or else the newest connection.
+        """
         while self.unchecked:
             oldest = next(iter(self.unchecked))
             if not oldest.has_sent_message:
@@ -109,12 +122,12 @@ class _Queue(Generic[G]):
 
 
 class _Account(Generic[G]):
-    """The connections of one account, also by user, and the user with the most connections."""
+    """The connections of one account, in total and by user; knows the user with the most connections."""
 
     def __init__(self) -> None:
         self.connections: _Queue[G] = _Queue()
         self.user_queues: dict[str, _Queue[G]] = {}
-        # Users by their number of connections, so that the largest is found without a scan of all users.
+        # Users by their number of connections, so that the user with the most connections is found without a scan.
         self._users_by_count: dict[int, dict[str, None]] = {0: {}}
         self._max_count = 0
 
@@ -147,26 +160,33 @@ class _Account(Generic[G]):
             self._max_count = after
 
     def next_to_evict(self, guaranteed: int) -> G:
-        """Return the connection to close: one of the largest user if it has more than `guaranteed`, else any user's."""
+        """Return the connection to close.
+
+        It is a connection of the user with the most connections if this user has more than `guaranteed`. Otherwise it
+        may be a connection of any user.
+        """
         if self._max_count > guaranteed:
             return self.user_queues[next(iter(self._users_by_count[self._max_count]))].next_to_evict()
         return self.connections.next_to_evict()
 
 
 class ConnectionLimiter(Generic[G]):
-    """Connections by account and user; decides which ones to close when there are too many.
+    """Decides which connections to close when there are too many, by their accounts and users.
 
-    An account is a tenant; all users without a tenant share one account, `NO_TENANT`, which may have at most a quarter
-    of the connections, and whose connections are closed before any of a tenant. Among tenants, the tenant with the
-    most connections loses one, so a tenant with at most its equal share loses none. Within an account, the user with
-    the most connections loses one. While no user has more than a thirty-second of all connections, users are not
-    compared: an attacker with many identities and one connection each cannot push out a user with two connections.
-    Among the connections that remain, the oldest one that has never sent a message is closed, else the newest one
-    without a request in progress, else the newest one. So if all connections have sent a message, the new connection is
-    refused.
+    Each tenant has an account. All users without a tenant share the account `NO_TENANT`, which may have at most a
+    quarter of all connections. The connection to close is chosen in three steps:
 
-    The time for a decision does not depend on the numbers of connections and users, unless many connections of the user
-    or account in question have requests in progress.
+    1. The account: `NO_TENANT` if it has connections, else the tenant with the most connections. So a tenant loses no
+       connection while it has at most an equal share of them.
+    2. The user: the user of this account with the most connections, if it has more than a thirty-second of all
+       connections. Otherwise users are not compared, so that an attacker with many identities and one connection each
+       cannot push out a user with two connections.
+    3. The connection: the oldest connection that has never sent a message, else the newest connection without a request
+       in progress, else the newest connection. So if all connections have sent a message, the new connection is
+       refused.
+
+    A decision takes the same time for any number of connections and users, except that connections with a request in
+    progress are skipped one by one.
     """
 
     def __init__(self) -> None:
@@ -177,7 +197,7 @@ class ConnectionLimiter(Generic[G]):
         return len(self._account_and_user)
 
     def add(self, connection: G, user: str, account: str = EVERYONE) -> None:
-        """Add a new connection of a user; the user belongs to this account."""
+        """Add a new connection of a user to the user's account."""
         self._account_and_user[connection] = account, user
         found = self._accounts.get(account)
         if found is None:
@@ -185,7 +205,7 @@ class ConnectionLimiter(Generic[G]):
         found.add(connection, user)
 
     def remove(self, connection: G) -> None:
-        """Remove a connection, if the limiter has it."""
+        """Remove a closed connection. Do nothing if the limiter does not have it."""
         found = self._account_and_user.pop(connection, None)
         if found is None:
             return
@@ -200,7 +220,7 @@ class ConnectionLimiter(Generic[G]):
 
         Args:
             max_connections: the maximum number of connections.
-            limit_name: the name of this limit, for the reason.
+            limit_name: the name of the setting behind this maximum, for the reason.
         """
         evicted: list[Excess[G]] = []
         guaranteed = max(1, max_connections // _GUARANTEED_DIVISOR)
@@ -231,7 +251,11 @@ class ConnectionLimiter(Generic[G]):
         return evicted
 
     def _next_to_evict(self, guaranteed: int) -> G:
-        """Return the connection of the largest accounts whose end costs least."""
+        """Return the connection to close, from the accounts with the most connections.
+
+        Of several such accounts, prefer a connection without a request in progress, then one that has never sent a
+        message, then the newest.
+        """
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
         return min(
@@ -240,12 +264,12 @@ class ConnectionLimiter(Generic[G]):
 
 
 class UserConnectionLimits(NamedTuple):
-    """Limits of one user.
+    """Limits on the connections of each user.
 
     Attributes:
-        max_connections: the number of open connections; 0 for no limit.
-        rate: new connections a second, on average; 0 for no limit. A user that has opened none for a while may open
-            `burst` at once.
+        max_connections: the maximum number of open connections; 0 for no limit.
+        rate: the maximum number of new connections a second, on average; 0 for no limit. A user that has opened no
+            connection for a while may open `burst` connections at once.
     """
 
     max_connections: int = 0
@@ -253,15 +277,15 @@ class UserConnectionLimits(NamedTuple):
 
     @property
     def burst(self) -> float:
-        """The number of connections that a user may open at once: `max_connections`, or `rate` if that is more."""
+        """The number of connections that a user may open at once: the maximum of `max_connections`, `rate` and 1."""
         return float(max(1.0, self.rate, self.max_connections))
 
 
 class ConnectionAdmission:
-    """Admission control for the connections of each user; a decision takes constant time.
+    """Admits or refuses new connections by the limits for each user. A decision takes constant time.
 
     Args:
-        limits: the limits of each user.
+        limits: the limits that apply to each user.
     """
 
     def __init__(self, limits: UserConnectionLimits) -> None:
@@ -272,7 +296,7 @@ class ConnectionAdmission:
     def refusal_reason(self, user: str, now: float) -> str | None:
         """Return why a new connection of a user is refused; None if it is admitted.
 
-        An admitted connection counts towards the rate at once, and towards the open connections after `add_connection`.
+        An admitted connection counts towards the rate at once. Call `add_connection` to count it as open.
         """
         limits = self._limits
         if limits.max_connections and self._open_connections[user] >= limits.max_connections:
@@ -282,16 +306,16 @@ class ConnectionAdmission:
         return None
 
     def add_connection(self, user: str) -> int:
-        """Count one more open connection of a user; return the user's number of open connections."""
+        """Add one to the number of a user's open connections, and return the new number."""
         self._open_connections[user] += 1
         return self._open_connections[user]
 
     def remove_connection(self, user: str) -> None:
-        """Count one open connection of a user less."""
+        """Subtract one from the number of a user's open connections."""
         self._open_connections[user] -= 1
         if not self._open_connections[user]:
             del self._open_connections[user]
 
     def __len__(self) -> int:
-        """Return the number of entries: users with open connections, and users that opened some a short time ago."""
+        """Return the number of stored entries: users with open connections, and users that opened one recently."""
         return len(self._rates) + len(self._open_connections)

@@ -10,15 +10,15 @@ from weightd_protocol.errors import WeightdError
 
 
 class PathInUse(WeightdError):
-    """The daemon cannot use a path, or another resource that it needs to start; the text names the cause."""
+    """The daemon cannot start, because it cannot use a path or another resource that the text names."""
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Create the directory if it is missing; reject one that another user could replace.
+    """Create a directory if it is missing; reject it if another user could replace it or its entries.
 
     Raises:
-        PathInUse: the directory cannot be created or written to, it is a link, it belongs to a user other than this one
-            and root, or every user may replace its entries.
+        PathInUse: the directory cannot be created or written to, it is a link, its owner is neither this process's user
+            nor root, or every user may replace its entries.
     """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)

@@ -6,8 +6,8 @@ from collections.abc import MutableMapping, Sequence
 
 _WILDCARD = "*"
 
-# Names, or prefixes of names followed by *: variables for service managers, the interpreter, the C library, the engines
-# and the libraries of their cards.
+# Variables that the daemon always keeps, for service managers, Python, the C library, the engines and the libraries for
+# Ascend cards. Each entry is a name, or the prefix of names followed by *.
 DEFAULT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "STATE_DIRECTORY", "CONFIGURATION_DIRECTORY", "JOURNAL_STREAM"),
@@ -19,13 +19,14 @@ DEFAULT_VARIABLES = (
 
 
 def remove_unlisted(environment: MutableMapping[str, str], extra_names: Sequence[str] = ()) -> None:
-    """Remove each variable that is neither in `DEFAULT_VARIABLES` nor in `extra_names`; children inherit the others.
+    """Remove all environment variables except those in `DEFAULT_VARIABLES` and `extra_names`.
 
-    An environment often has secrets that the code of models should not get, such as a password in the URL of a proxy.
+    The child processes inherit the remaining variables. An environment often contains secrets, such as a password in
+    the URL of an HTTP proxy, which the code of models should not get.
 
     Args:
         environment: the environment of this process.
-        extra_names: the names in `pass_environment`, or prefixes of names followed by *.
+        extra_names: the configured value of `pass_environment`: names, or prefixes of names followed by *.
     """
     patterns = (*DEFAULT_VARIABLES, *extra_names)
     names = {each for each in patterns if not each.endswith(_WILDCARD)}

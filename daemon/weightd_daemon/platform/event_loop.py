@@ -1,11 +1,13 @@
-"""Event loop: one epoll over sockets, pidfds and the signal pipe, and a heap of timers, which call handlers.
+"""Event loop: calls handlers for ready descriptors (one epoll) and for due timers (one heap).
 
-The loop's clock is monotonic and stands still while this process does not run. The daemon judges other processes by
-deadlines: a worker has to answer within `predict_timeout`, a child has to report within `load_timeout`. While the
-daemon is stopped (SIGSTOP, a debugger, the cgroup freezer, a suspended virtual machine), it cannot receive their
-answers, and often the other processes are stopped, too. That time must not count against them, so every deadline of
-another process is a time of this clock. Deadlines of clients and of the service manager, by which others judge the
-daemon, go by real time: see `EventLoop.on_suspended`.
+The loop's clock is monotonic and stands still while this process does not run. This is needed for the deadlines that
+the daemon sets for its child processes: a worker has to answer within `predict_timeout`, a child has to report within
+`load_timeout`. While the daemon is suspended (SIGSTOP, a debugger, the cgroup freezer, a suspended virtual machine), it
+cannot receive their answers, and often the children are suspended, too. The time of the suspension must not count
+against them.
+
+The deadlines that clients and the service manager set for the daemon continue in real time: see
+`EventLoop.on_suspended`.
 """
 
 from __future__ import annotations
@@ -20,25 +22,26 @@ import time
 from collections.abc import Callable, Generator
 
 TICK_S = 0.5
-"""The longest wait between two readings of a clock; longer waits are divided into several steps."""
+"""Maximum number of seconds between two readings of a `Clock`. A longer wait is divided into steps of this length."""
 
 _SLACK_S = 0.5
-"""A reading that is this much later than expected shows that the process did not run. A busy machine stays below it."""
+"""If a `Clock` is read this many seconds later than expected, the process was suspended. A busy machine causes less
+delay."""
 
 
 class Clock:
-    """Monotonic seconds in which this process has run.
+    """Monotonic clock, in seconds, that stands still while this process is suspended.
 
-    The kernel does not notify a process that was stopped, but the time between two readings shows it: the event loop
-    reads the clock before and after each wait, and waits for `TICK_S` at most. If a reading comes more than half a
-    second later than expected, the clock does not count any of the time since the previous reading. The clock is not
-    thread-safe.
+    The kernel does not notify a process that was suspended, but the time between two readings of the clock shows it:
+    the event loop reads the clock before and after each wait, and waits for `TICK_S` at most. If a reading comes more
+    than half a second later than expected, the clock does not count any of the time since the previous reading. The
+    clock is not thread-safe.
 
     Args:
-        real_time: the underlying clock.
+        real_time: returns the monotonic seconds of the system.
 
     Attributes:
-        stopped_s: seconds that were not counted so far.
+        stopped_s: the total number of seconds for which the clock has stood still.
     """
 
     def __init__(self, real_time: Callable[[], float] = time.monotonic) -> None:
@@ -57,7 +60,7 @@ class Clock:
         return real - self.stopped_s
 
     def clamp_wait(self, seconds: float) -> float:
-        """Return how many of these seconds the caller may wait before it reads the clock again; not less than 0."""
+        """Return how many of `seconds` a caller may wait before it has to read the clock again; at least 0."""
         seconds = min(max(seconds, 0.0), TICK_S)
         self._max_step_s = seconds + _SLACK_S
         return seconds
@@ -66,21 +69,21 @@ class Clock:
 _CLOCK = Clock()
 
 now = _CLOCK.now
-"""`Clock.now` of the process's clock."""
+"""Return the time of this process's clock, see `Clock.now`."""
 
 clamp_wait = _CLOCK.clamp_wait
-"""`Clock.wait` of the process's clock."""
+"""Limit a wait by this process's clock, see `Clock.clamp_wait`."""
 
 
 def process_clock() -> Clock:
-    """Return the clock that `now` reads."""
+    """Return this process's clock, which the function `now` reads."""
     return _CLOCK
 
 
 def poll(poller: select.poll, seconds: float, clock: Clock = _CLOCK) -> list[tuple[int, int]]:
-    """Poll until a descriptor is ready; return an empty list after this process has run for `seconds`.
+    """Poll until a descriptor is ready; return an empty list once `clock` has advanced by `seconds`.
 
-    Python's own `poll` returns an empty list if its timeout ended while the process was stopped, even if a descriptor
+    Python's own `poll` returns an empty list if its timeout ended while the process was suspended, even if a descriptor
     is ready.
     """
     deadline = clock.now() + seconds
@@ -100,16 +103,18 @@ Handler = Callable[[float], object]
 
 
 class Timer:
-    """A one-shot timer that can be set again.
+    """Timer that fires once and can then be set again.
 
-    Setting a timer is cheap in most cases: a time is pushed on the heap only if it is sooner than all times that the
-    heap holds for this timer. A postponed timer is noticed when its earlier time comes.
+    Setting a timer is cheap in most cases: the new time is pushed on the heap only if it is sooner than all times that
+    the heap has for this timer. A postponed timer keeps its earlier time on the heap, and is pushed again when that
+    time comes.
 
     Args:
-        handler: called with the current time when the timer is due, if an event loop has the timer.
+        handler: called with the current time when the timer is due, once `EventLoop.add_timer` has added the timer to a
+            loop.
 
     Attributes:
-        due_at: when the timer is due, in monotonic seconds; infinite while it is not set.
+        due_at: the time at which the timer is due, in seconds of the loop's clock; infinite while the timer is not set.
     """
 
     __slots__ = ("_entries", "_handler", "_heap", "_serial", "due_at")
@@ -118,30 +123,33 @@ class Timer:
         self.due_at = _NEVER
         self._handler = handler
         self._heap: Heap = []
-        # The times that the heap holds for this timer, the soonest last.
+        # The times that the heap has for this timer, in descending order.
         self._entries = [_NEVER]
         self._serial = next(_serial)
 
     def set(self, due: float) -> None:
-        """Set the time at which the timer is due; it replaces the time that was set before."""
+        """Set the time at which the timer is due. The new time replaces the previous one."""
         self.due_at = due
         if due < self._entries[-1]:
             self._entries.append(due)
             heapq.heappush(self._heap, (due, self._serial, self))
 
     def set_no_later_than(self, latest: float) -> None:
-        """Set the timer to this time unless it is due sooner."""
+        """Set the timer to the time `latest`, unless the timer is already due sooner."""
         if latest < self.due_at:
             self.set(latest)
 
     def attach(self, heap: Heap) -> None:
-        """Move the timer to another heap."""
+        """Use `heap` for the times of this timer, and push the timer's time on it."""
         self._heap = heap
         self._entries = [_NEVER]
         self.set(self.due_at)
 
     def on_entry_popped(self, now: float) -> bool:
-        """Drop the timer's soonest time, which the caller has taken from the heap; return whether the timer is due."""
+        """Forget the soonest time, which the caller has popped from the heap; return whether the timer is due.
+
+        A timer that was postponed is pushed on the heap with its new time.
+        """
         self._entries.pop()
         if self.due_at <= now:
             return True
@@ -149,7 +157,7 @@ class Timer:
         return False
 
     def fire(self, now: float) -> None:
-        """Call the handler, unless the timer was postponed since it was found due."""
+        """Call the handler, unless another handler has postponed the timer since `on_entry_popped` returned True."""
         if self.due_at <= now:
             self.due_at = _NEVER
             self._handler(now)
@@ -162,18 +170,19 @@ class Timers:
     """The timers of one loop.
 
     Attributes:
-        heap: the times of the timers. No timer is due before the first time; a postponed timer is not due then, either.
+        heap: times with their timers. No timer is due before the first time. A timer that was postponed may still have
+            an earlier time on the heap.
     """
 
     def __init__(self) -> None:
         self.heap: Heap = []
 
     def add(self, timer: Timer) -> None:
-        """Add a timer; a time that was set before stays in force."""
+        """Add a timer. If its time has been set before, it stays set."""
         timer.attach(self.heap)
 
     def run_due(self, now: float) -> None:
-        """Call the handler of each due timer; a timer that a handler sets to a past time waits for the next call."""
+        """Call the handler of each due timer. A timer that a handler sets to a past time fires in the next call."""
         due: dict[Timer, None] = {}
         while self.heap and self.heap[0][0] <= now:
             timer = heapq.heappop(self.heap)[2]
@@ -187,54 +196,56 @@ _MAX_WAIT_S = 3600.0
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
-# Replaces the events of a descriptor that was removed in the current turn. No real event mask has this value; the
-# EPOLLOUT bit leads to `_on_writable`, which ignores the descriptor.
+# Replaces the event mask in `EventLoop._ready` of a descriptor that was removed in the current turn. No real mask has
+# this value. Its EPOLLOUT bit leads to `_on_writable`, which ignores the descriptor.
 _REMOVED = _OUT | 1 << 40
 
-# A descriptor that is watched for a hangup only reports the hangup once. Level-triggered, it would report it in each
-# turn until it is closed, and each turn would cost time for each such descriptor.
+# Event mask of a descriptor that is watched for neither reading nor writing. Edge-triggered, epoll reports the peer's
+# hangup once. Level-triggered, epoll would report the hangup in each turn until the descriptor is closed.
 _HANGUP_ONLY = select.EPOLLET
 
-# Hangups and errors go to the reader, too: its next read reports them.
+# The events for which the reader is called: all except EPOLLOUT. Its next read reports hangups and errors.
 _READABLE = ~_OUT
 
 
 class EventLoop:
     """Event loop that calls handlers for ready file descriptors and due timers.
 
-    All descriptors are in one epoll, and all times in one heap: the cost of a wake-up does not depend on the number of
-    children, connections or models. A descriptor's handler is called again as long as the descriptor is readable or
-    writable, so it need not do all work in one call.
+    A turn of the loop waits until a descriptor is ready or a timer is due, and then calls the handlers. The cost of a
+    turn does not depend on the number of children, connections or models, because all descriptors are in one epoll and
+    all timers in one heap. The loop calls a descriptor's handler in each turn in which the descriptor is readable or
+    writable, so the handler need not do all work in one call.
 
-    Timers go by a clock that stands still while this process does not run. When the timeout of a poll has passed, the
+    Timers use a clock that stands still while this process is suspended. When the timeout of a poll has passed, the
     loop polls once more without waiting before it runs timers, so that input that arrived late is handled first.
 
     Args:
         clock: the clock of the timers.
 
     Attributes:
-        now: when the last wait ended: the time of everything that is handled in this turn.
+        now: the time at which the last wait ended. Handlers use it as the time of the events in the current turn.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or process_clock()
         self.now = self._clock.now()
-        # The clock's `stopped_s` at the last report of a suspension.
+        # The value of `Clock.stopped_s` when a suspension was last reported.
         self._stopped_s = self._clock.stopped_s
         self._on_suspended: Callable[[float], object] = lambda _: None
         self._epoll = select.epoll()
         self._timers = Timers()
-        # The soonest time is the first. One timer is always set, so a wait never exceeds what the kernel can count.
+        # The first entry has the soonest time. `_max_wait_timer` is always set, so the heap is never empty and no wait
+        # exceeds the largest timeout of epoll.
         self._timer_heap = self._timers.heap
         self._max_wait_timer = Timer(self._reset_max_wait)
         self._timers.add(self._max_wait_timer)
         self._reset_max_wait(self.now)
         self._readers: dict[int, Callable[[], object]] = {}
         self._writers: dict[int, Callable[[], object]] = {}
-        # The events that epoll watches for, by descriptor.
+        # By descriptor: the mask of the events for which epoll watches it.
         self._event_masks: dict[int, int] = {}
-        # The events of the current poll, by descriptor. The events of a descriptor that was removed since are dropped:
-        # its number may already belong to another file.
+        # By descriptor: the events that the current poll has returned. If the descriptor is removed in the current
+        # turn, its events are dropped, because its number may already belong to another file.
         self._ready: dict[int, int] = {}
         self._soon_handlers: dict[Callable[[], object], None] = {}
         self._on_turn_end: Callable[[], object] | None = None
@@ -260,16 +271,16 @@ class EventLoop:
         self._set_mask(descriptor, self._event_masks[descriptor] | _OUT)
 
     def unwatch_writes(self, descriptor: int) -> None:
-        """Stop watching for writability; does nothing if it was not watched."""
+        """Stop watching whether `descriptor` is writable. Do nothing if it is not watched for this."""
         if self._writers.pop(descriptor, None) is not None:
             self._set_mask(descriptor, self._event_masks[descriptor] & ~_OUT)
 
     def pause_reading(self, descriptor: int) -> None:
-        """Do not report that `descriptor` is readable until `resume_reading`; report a hangup of its peer once."""
+        """Do not call the reader of `descriptor` until `resume_reading`, except once if its peer hangs up."""
         self._set_mask(descriptor, self._event_masks[descriptor] & ~_IN)
 
     def resume_reading(self, descriptor: int) -> None:
-        """Report again when `descriptor` is readable."""
+        """Call the reader of `descriptor` again whenever it is readable."""
         self._set_mask(descriptor, self._event_masks[descriptor] | _IN)
 
     def add_timer(self, timer: Timer) -> None:
@@ -277,22 +288,22 @@ class EventLoop:
         self._timers.add(timer)
 
     def call_soon(self, handler: Callable[[], object]) -> None:
-        """Call `handler` once, after the handlers of all descriptors that are ready now, without waiting in between.
+        """Call `handler` once, in this turn or the next one, after the handlers of ready descriptors.
 
-        A handler that schedules itself again runs in the next turn, so that others get their turn first. This method
-        may be called at any moment, even from `__del__`.
+        The loop does not wait before it calls `handler`. A handler that schedules itself again runs in the next turn,
+        so that it does not delay other handlers. This method may be called at any time, even from `__del__`.
         """
         self._soon_handlers[handler] = None
 
     def on_turn_end(self, handler: Callable[[], object] | None) -> None:
-        """Call `handler` at the end of each turn from now on; it replaces the handler that was set before."""
+        """Call `handler` at the end of each turn. It replaces the previous handler; None removes it."""
         self._on_turn_end = handler
 
     def on_suspended(self, handler: Callable[[float], object]) -> None:
         """Call `handler` with the number of seconds that the process was suspended, after each suspension.
 
-        By then the descriptors of one poll after the suspension have been handled; timers that are due have not been
-        called.
+        The loop calls `handler` after it has polled once and called the handlers of ready descriptors, and before it
+        calls the handlers of due timers.
         """
         self._on_suspended = handler
 
@@ -301,18 +312,18 @@ class EventLoop:
         self._is_running = True
         timer_heap, now = self._timer_heap, self._clock.now
         now()
-        # A long start looks like a suspension. Nothing was received or judged by deadlines before the first turn, so it
-        # is not reported.
+        # A long start of the daemon looks like a suspension to the clock. It is not reported, because no deadline has
+        # begun before the first turn.
         self._stopped_s = self._clock.stopped_s
         while self._is_running:
             self._run_turn(timer_heap[0][0] - now())
 
     def stop(self) -> None:
-        """Return from `run` at the end of this turn."""
+        """Make `run` return at the end of the current turn."""
         self._is_running = False
 
     def run_once(self, seconds: float = _MAX_WAIT_S) -> None:
-        """Wait at most `seconds`; call the handler of each ready descriptor, then of each due timer."""
+        """Run one turn: wait at most `seconds`, then call the handlers of ready descriptors and of due timers."""
         self._run_turn(min(seconds, self._timer_heap[0][0] - self._clock.now()))
 
     def close(self) -> None:
@@ -337,15 +348,15 @@ class EventLoop:
         epoll, clock = self._epoll, self._clock
         deadline = clock.now() + seconds
         while True:
-            # The kernel counts milliseconds, and Python rounds up: a wait never ends early.
+            # epoll_wait takes milliseconds. Python rounds the timeout up, so a wait never ends early.
             ready = epoll.poll(clock.clamp_wait(seconds))
             self.now = clock.now()
             seconds = deadline - self.now
             if ready:
                 return ready
             if seconds <= 0.0 or clock.stopped_s != self._stopped_s:
-                # If the timeout ended while the process was stopped, Python returns nothing, even if a descriptor is
-                # ready.
+                # If the timeout ended while the process was suspended, the call above has returned nothing, even if a
+                # descriptor is ready.
                 return epoll.poll(0.0)
 
     def _call_ready(self, ready: list[tuple[int, int]]) -> None:
@@ -366,7 +377,7 @@ class EventLoop:
         self._max_wait_timer.set(now + _MAX_WAIT_S)
 
     def _on_writable(self, descriptor: int) -> None:
-        """Call the reader for events other than EPOLLOUT, then the writer, unless the descriptor has been removed."""
+        """Call a descriptor's reader, if there are events for it, then its writer. Skip both after `remove`."""
         events = self._ready[descriptor]
         if events != _REMOVED and events & _READABLE:
             self._readers[descriptor]()
@@ -385,14 +396,17 @@ class EventLoop:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing: the interpreter has written the number to the pipe, which wakes the loop."""
+    """Do nothing: the interpreter has written the signal's number to the pipe, which wakes the loop."""
 
 
 @contextlib.contextmanager
 def watch_signals(numbers: list[signal.Signals]) -> Generator[int, None, None]:
-    """Yield a descriptor from which each signal's number can be read as a byte; the signals have no other effect."""
+    """Yield a descriptor from which the number of each received signal can be read, as one byte.
+
+    The signals have no other effect within the block.
+    """
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    # The pipe exists before the handlers are installed and after they are removed, so no signal is lost in between.
+    # The pipe is set up before the handlers are installed and closed after they are removed, so that no signal is lost.
     old_wakeup_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     old_handlers = {number: signal.signal(number, _ignore_signal) for number in numbers}
     try:

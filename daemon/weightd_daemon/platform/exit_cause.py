@@ -1,4 +1,4 @@
-"""Cause of a child's exit, and whether the child's own work may have caused it."""
+"""Cause of a child process's exit, and whether the child's own work may have caused it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from weightd_common.transient import mentions_transient
 
-# Signals that a process raises by its own instructions. Any other signal was sent from outside.
+# Signals of a process that crashes by itself. Any other signal that ends a process was sent by another process or the
+# kernel.
 _CRASH_SIGNALS = frozenset(
     {
         signal.SIGSEGV,
@@ -24,7 +25,7 @@ _CRASH_SIGNALS = frozenset(
 
 
 class ExitInitiator(enum.Enum):
-    """The party that ended a child, if known; the value describes it in messages."""
+    """Outside cause of a child's end, if known: weightd, the exit of the shim, or the kernel. The value is its text."""
 
     UNKNOWN = ""
     DAEMON = "sent by weightd"
@@ -33,23 +34,23 @@ class ExitInitiator(enum.Enum):
 
 
 class MissingFile(enum.Enum):
-    """Kind of the daemon's own files that are missing, so that a child cannot be started."""
+    """File of the daemon that is needed to start a child and does not exist."""
 
     NONE = "nothing"
-    SNAPSHOT = "snapshot"  # the copy of the model's files
+    SNAPSHOT = "snapshot"  # the daemon's copy of the model's files
     STORE = "store"  # the page store that the generation's workers map
 
 
 @dataclass(frozen=True)
 class ExitCause:
-    """How a child ended.
+    """How and why a child process ended, or why it was not started.
 
     Attributes:
         status: the exit status, negative for a signal; None if it is unknown, or if the child was not started.
         detail: the last lines of the child's log, or the reason why it was not started.
-        initiator: the party that ended the child.
-        has_transient_start_failure: the child was not started, for a cause that may go away by itself.
-        missing_file: the kind of files that were missing to start the child.
+        initiator: weightd, the exit of the shim, or the kernel, if one of these is known to have ended the child.
+        has_transient_start_failure: whether the child was not started, and another attempt may succeed.
+        missing_file: the file without which the child could not be started.
     """
 
     status: int | None
@@ -60,29 +61,29 @@ class ExitCause:
 
     @property
     def is_transient(self) -> bool:
-        """Whether the cause may go away by itself, as far as it is known."""
+        """Whether the known cause may go away by itself, so that another attempt may succeed."""
         return self.has_transient_start_failure or self.is_external or mentions_transient(self.detail)
 
     @property
     def may_be_own_fault(self) -> bool:
-        """Whether the child's own work may be the cause: it has crashed or exited, and was not ended from outside."""
+        """Whether the child's own work may be the cause: the child crashed or exited, and no other process ended it."""
         if self.status is None or self.initiator is not ExitInitiator.UNKNOWN:
             return False
         return self.status >= 0 or -self.status in _CRASH_SIGNALS
 
     @property
     def is_external(self) -> bool:
-        """Whether the child was ended from outside: by a person, by the kernel when out of memory, or with its shim."""
+        """Whether the child was killed from outside: by weightd, a person, the OOM killer, or its shim's exit."""
         return self.is_killed and not self.may_be_own_fault
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal ended the child, as far as is known: another attempt may succeed."""
+        """Whether the child was killed, by a signal or by its shim's exit."""
         return self.initiator is ExitInitiator.SHIM if self.status is None else self.status < 0
 
     @property
     def description(self) -> str:
-        """Exit status, or signal and its sender, in words; "" if the child was not started."""
+        """The exit status in words, or the signal and its sender; "" if the child was not started."""
         return self.initiator.value if self.status is None else describe_status(self.status, self.initiator)
 
     def __str__(self) -> str:
@@ -90,7 +91,7 @@ class ExitCause:
 
 
 class ExitClassifier:
-    """Classifier of the exits of children.
+    """Determines the causes of child processes' exits.
 
     Args:
         count_oom_kills: returns how many processes the kernel has killed so far because memory ran out.
@@ -98,7 +99,7 @@ class ExitClassifier:
 
     def __init__(self, count_oom_kills: Callable[[], int]) -> None:
         self._count_oom_kills = count_oom_kills
-        # OOM kills that have been attributed to a child, or happened before.
+        # Number of OOM kills that have been attributed to a child or happened before the daemon's start.
         self._attributed_oom_kills = count_oom_kills()
         self._signalled: set[str] = set()
 
@@ -107,12 +108,12 @@ class ExitClassifier:
         self._signalled.add(name)
 
     def classify(self, name: str, status: int | None, detail: str) -> ExitCause:
-        """Return how a child has ended.
+        """Return the cause of a child's exit.
 
         Args:
             name: the name of the child.
-            status: its exit status, negative for a signal; None if it ended with its shim.
-            detail: the last lines of its log.
+            status: the child's exit status, negative for a signal; None if the child ended because its shim exited.
+            detail: the last lines of the child's log.
         """
         was_signalled = name in self._signalled
         self._signalled.discard(name)
@@ -121,14 +122,15 @@ class ExitClassifier:
         if was_signalled and status < 0:
             return ExitCause(status, detail, ExitInitiator.DAEMON)
         if status == -signal.SIGKILL and self._count_oom_kills() > self._attributed_oom_kills:
-            # Count one kill only: the exits of several killed children are classified one after another.
+            # Attribute one OOM kill to this child. Further OOM kills are attributed to the next children that are
+            # classified.
             self._attributed_oom_kills += 1
             return ExitCause(status, detail, ExitInitiator.KERNEL)
         return ExitCause(status, detail)
 
 
 def describe_status(status: int, initiator: ExitInitiator = ExitInitiator.UNKNOWN) -> str:
-    """Return an exit status (negative: the signal) in words, with a hint on the cause if there is one."""
+    """Return an exit status (negative: the signal) in words, with a hint on who sent a signal."""
     if status >= 0:
         return f"exited with status {status}"
     try:

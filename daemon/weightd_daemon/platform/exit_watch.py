@@ -8,15 +8,16 @@ import os
 import select
 import signal
 
-# Linux before 5.3 and gVisor do not have the system call; seccomp profiles of old container engines refuse it.
+# Errors of pidfd_open(2) on a system without pidfds: Linux before 5.3 and gVisor do not have the system call, and
+# seccomp profiles of old container engines refuse it.
 _NO_PIDFDS = frozenset((errno.ENOSYS, errno.EPERM, errno.EACCES))
 
 
 def watch_exit(pid: int) -> int:
     """Return a descriptor that becomes readable when this process's child exits. The caller closes it.
 
-    Where the system has no pidfds, a thread waits for the exit and then closes the other end of a pipe. In either case
-    the child stays a zombie until the caller reaps it.
+    Where the system has no pidfds, the descriptor is the read end of a pipe, and a thread closes the write end when the
+    child has exited. The child stays a zombie until the caller reaps it.
 
     Raises:
         ProcessLookupError: the process does not exist.
@@ -42,28 +43,29 @@ def unavailable_reason() -> str:
 def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has exited.
 
-    A pidfd always refers to the same process. So does a pid as long as the process's parent has not reaped it: that
-    parent is this process or its shim, and a shim that ends takes its children along.
+    A pidfd always refers to the same process. Without pidfds, the pid is used. It refers to the same process until the
+    process's parent reaps it. The parent is this process or the shim, and the kernel kills the children of a shim that
+    exits.
 
     Args:
         descriptor: the process's descriptor from `watch_exit`.
-        pid: the process.
-        number: the signal.
+        pid: the pid of the process.
+        number: the signal to send.
     """
     try:
         signal.pidfd_send_signal(descriptor, number)
     except ProcessLookupError:
         pass
     except (AttributeError, OSError):
-        # The descriptor is a pipe, or the system call is refused.
+        # The descriptor is a pipe, or a seccomp profile refuses the system call.
         if not has_exited(descriptor):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
 
 def has_exited(descriptor: int) -> bool:
-    """Return whether the process of this descriptor, from `watch_exit`, has exited."""
-    # Not select(2), which cannot handle the high descriptor numbers of a daemon with a thousand clients.
+    """Return whether the process of a descriptor from `watch_exit` has exited."""
+    # Use poll(2), because select(2) cannot handle descriptor numbers above 1,023, which a daemon with many clients has.
     readable = select.poll()
     readable.register(descriptor, select.POLLIN)
     return bool(readable.poll(0))
@@ -82,7 +84,7 @@ def _open_exit_pipe(pid: int) -> int:
     reader, writer = os.pipe()
 
     def wait() -> None:
-        # Another thread may reap the child first.
+        # Another thread may have reaped the child already.
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         os.close(writer)

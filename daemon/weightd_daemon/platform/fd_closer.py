@@ -1,8 +1,10 @@
-"""Thread pool that closes descriptors sent by clients, one thread for each user, so that no user delays the others.
+"""Thread pool that closes descriptors sent by clients. Each user gets a thread, so that no user delays another one.
 
-close() can block: on the file's file system, which may belong to the user and never answer; on a socket with SO_LINGER
-until its peer has read all data; and on the last descriptor of memory until the kernel has freed that memory, which
-takes half a second for a GiB.
+close(2) can block:
+
+- on a file, until the file system answers. A file system of the user may never answer.
+- on a socket with SO_LINGER, until its peer has read all data.
+- on the last descriptor of a shared memory region, until the kernel has freed the memory: half a second for a GiB.
 """
 
 from __future__ import annotations
@@ -19,91 +21,95 @@ from queue import Empty, SimpleQueue
 
 from weightd_common.rate_limits import RateLimitedLog
 
-# Limit of waiting descriptors of one user. Beyond it, the connections of this user are closed.
+# If a user has at least this number of descriptors that are not closed yet, the daemon closes each connection of the
+# user on which further descriptors arrive.
 MAX_PENDING = 64
 
-# Limit of all threads. A user of this host usually has one user id, which no user namespace changes; with subordinate
-# ids (/etc/subuid) it has thousands of them.
+# Maximum number of threads. One thread for each user would not be a limit: with subordinate ids (/etc/subuid), a person
+# can be thousands of users.
 _MAX_THREADS = 32
 
-# An idle thread ends after this time. Starting a thread takes longer than most closes, so it does not end at once.
+# Seconds after which an idle thread ends. It does not end at once, because starting a thread takes longer than most
+# calls of close(2).
 _IDLE_TIMEOUT_S = 1.0
 
-# Identity of a thread that has been assigned to a user, but has not started to close yet.
+# Placeholder in `_active_threads` until the thread that has been assigned to a user begins to close descriptors.
 _NO_THREAD = 0
 
 _CHUNK_BYTES = 64 * 1024
 
 _WARNING_INTERVAL_S = 60.0
 
-# This signal does nothing to a process that has no handler for it.
+# The signal that interrupts a thread. A process that has no handler for it ignores it.
 INTERRUPT = signal.SIGURG
 
 
 class UnexpectedDescriptors(Exception):
-    """A peer has sent descriptors in a place where none are expected."""
+    """A peer has sent descriptors with data that must not have any."""
 
 
 class DescriptorCloser:
-    """Thread pool that closes descriptors; each thread handles one user at a time.
+    """Thread pool that closes descriptors of users; each thread handles one user at a time.
 
-    Past 32 threads, the descriptors of further users wait until a thread has closed all descriptors of its user. If too
-    many descriptors of a user wait, the user's thread is interrupted by `INTERRUPT`, which needs a handler: the signal
-    ends the wait of a socket with SO_LINGER, but not the wait for a file system.
+    The pool has at most 32 threads. The descriptors of further users wait until a thread has closed all descriptors of
+    its user. If too many descriptors of a user wait, the pool sends the signal `INTERRUPT` to the user's thread,
+    provided that the process has a handler for the signal. It interrupts the close of a socket with SO_LINGER, but not
+    the close of a file.
 
     Args:
         report: called with a text for the log when no thread can be started.
 
     Attributes:
-        pending: the waiting descriptors by user; if it is empty, no user is backlogged.
+        pending: by user, the descriptors that are not closed yet. While it is empty, `is_backlogged` is False for all
+            users.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
         self._lock = threading.Lock()
-        # By user: the descriptor that is being closed first, then the waiting ones.
+        # The first descriptor of each user is being closed. The others wait.
         self.pending: dict[str, deque[int]] = {}
-        # The users whose descriptors are being closed, with the identity of the thread that does it.
+        # By user: the identity of the thread that closes the user's descriptors.
         self._active_threads: dict[str, int] = {}
         self._thread_count = 0
-        # One queue for each idle thread, by which it receives its next user.
+        # One queue for each idle thread, over which the thread receives the next user to handle.
         self._idle_inboxes: list[SimpleQueue[str]] = []
         self._rate_limited_log = RateLimitedLog(_WARNING_INTERVAL_S)
 
     def is_backlogged(self, user: str) -> bool:
         """Return whether too many descriptors of a user wait; if so, interrupt the user's thread."""
-        # Threads only remove entries, so without the lock the result is at worst a moment old.
+        # No lock is needed: threads only remove descriptors, so the result is at worst slightly out of date.
         waiting = self.pending.get(user)
         if waiting is None or len(waiting) < MAX_PENDING:
             return False
-        # If no thread could be started before, nothing else would try again.
+        # If no thread could be started for this user before, try again: nothing else would.
         self._assign_thread(user)
         self._interrupt(user)
         return True
 
     def close(self, user: str, descriptor: int) -> None:
-        """Close a descriptor of a user in a thread, at some time."""
+        """Have a thread close a descriptor of a user; return without waiting for it."""
         with self._lock:
             self.pending.setdefault(user, deque()).append(descriptor)
         self._assign_thread(user)
 
     def close_socket(self, user: str, connection: socket.socket) -> None:
-        """Close a connection of a user: at once, or in a thread if its unread data contains descriptors.
+        """Close a connection of a user: in a thread if its unread data contains descriptors, else at once.
 
-        The kernel closes these descriptors together with the connection, in the thread that closes it.
+        The kernel closes the unread descriptors together with the connection, in the thread that closes the connection.
         """
         with contextlib.suppress(OSError):
-            # From now on the peer can send nothing more, and it sees the end of the connection at once.
+            # The peer sees at once that the connection has ended, and can send no more descriptors.
             connection.shutdown(socket.SHUT_RDWR)
         if _has_unread_descriptors(connection):
             self.close(user, connection.detach())
-            # If too many descriptors wait, each further one interrupts the close of an earlier one.
+            # If too many descriptors wait, this call interrupts the close that the user's thread is waiting for.
             self.is_backlogged(user)
         else:
             connection.close()
 
     def _assign_thread(self, user: str) -> None:
-        """Assign an idle or a new thread to a user; without one, the next thread that becomes free takes the user."""
+        """Assign an idle or a new thread to a user; without one, the next thread that becomes free handles the user."""
         with self._lock:
             if user in self._active_threads or user not in self.pending:
                 return
@@ -118,7 +124,7 @@ class DescriptorCloser:
         try:
             threading.Thread(target=self._run_thread, args=(user,), name="closing", daemon=True).start()
         except RuntimeError as error:
-            # The descriptors wait for the next call of this method.
+            # The user's descriptors wait until this method is called again or a thread becomes free.
             with self._lock:
                 self._thread_count -= 1
                 del self._active_threads[user]
@@ -132,7 +138,7 @@ class DescriptorCloser:
                 signal.pthread_kill(thread, INTERRUPT)
 
     def _run_thread(self, user: str | None) -> None:
-        """Close the descriptors of one user after another, until the thread has been idle for a while."""
+        """Close the descriptors of one user after another, until this thread has been idle for `_IDLE_TIMEOUT_S`."""
         inbox = SimpleQueue[str]()
         while user is not None:
             self._close_all(user)
@@ -145,7 +151,7 @@ class DescriptorCloser:
             user = user or self._wait_for_user(inbox)
 
     def _wait_for_user(self, inbox: SimpleQueue[str]) -> str | None:
-        """Return the user whose descriptors are next; None if this thread has to end."""
+        """Wait for the next user to handle, and return it; None if this thread has been idle for too long."""
         try:
             return inbox.get(timeout=_IDLE_TIMEOUT_S)
         except Empty:
@@ -161,7 +167,7 @@ class DescriptorCloser:
             self._active_threads[user] = threading.get_ident()
             waiting = self.pending[user]
         while waiting:
-            # Linux frees the descriptor even if close() fails; errors of the file system concern its owner only.
+            # Ignore errors of the user's file system: Linux frees the descriptor even if close(2) fails.
             with contextlib.suppress(OSError):
                 os.close(waiting[0])
             with self._lock:
@@ -174,8 +180,8 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
     """Read from a Unix socket whose peer may not send descriptors.
 
     Raises:
-        UnexpectedDescriptors: the data comes with descriptors. They are left unread, for `close_socket`: the kernel
-            would close them before the read returned.
+        UnexpectedDescriptors: the data comes with descriptors. They are left unread, so that `close_socket` can close
+            them in a thread. A read would make the kernel close them in this thread.
         OSError: the read has failed.
     """
     data, _, flags, _ = connection.recvmsg(nbytes, 0, socket.MSG_PEEK)
@@ -185,7 +191,7 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def has_descriptors(connection: socket.socket, nbytes: int) -> bool:
-    """Return whether a read of `nbytes` bytes from a Unix socket would receive descriptors."""
+    """Return whether descriptors come with the next `nbytes` bytes of a Unix socket; read nothing."""
     with contextlib.suppress(OSError):
         return bool(connection.recvmsg(nbytes, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC)
     return False

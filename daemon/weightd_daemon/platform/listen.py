@@ -1,4 +1,4 @@
-"""Listening sockets: addresses of passed ones, creation of new ones, and cleanup of their paths."""
+"""Listening sockets: addresses of sockets from the service manager, and creation and removal of the daemon's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from weightd_common import endpoints
 from weightd_daemon.platform.directories import PathInUse, make_directory
 
-# Owner and group may connect: the operator decides who is in the group.
+# Umask of a listening Unix socket. The socket's owner and group may connect; the operator adds users to the group.
 _SOCKET_UMASK = 0o117
 
 _UNIX_SCHEMES = ("unix://", "ipc://")
@@ -23,10 +23,12 @@ _UNIX_SCHEMES = ("unix://", "ipc://")
 
 
 def listen_addresses(descriptors: Sequence[int]) -> list[str]:
-    """Return the addresses of listening sockets: tcp://HOST:PORT, ipc://PATH, or unix://PATH if PATH ends in ".unix".
+    """Return the addresses of listening sockets, given their descriptors.
+
+    An address is tcp://HOST:PORT, ipc://PATH, or unix://PATH if PATH ends in ".unix".
 
     Raises:
-        PathInUse: a descriptor is no stream socket with a path or a port.
+        PathInUse: a descriptor is not a stream socket with a path or a port.
     """
     return [_listen_address(descriptor) for descriptor in descriptors]
 
@@ -55,7 +57,7 @@ def _listen_address(descriptor: int) -> str:
 
 @contextlib.contextmanager
 def listen_on(address: str) -> Generator[socket.socket, None, None]:
-    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block; remove the path afterwards.
+    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block; remove the socket's file after the block.
 
     Raises:
         PathInUse: another program listens at the address, the path is not a socket, or the address cannot be bound.
@@ -68,7 +70,7 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
             make_directory(path.parent.resolve(), mode=0o755)
             stack.enter_context(reserve_socket_path(path))
             made = stack.enter_context(bind_unix(path, address))
-        # The largest backlog that the kernel allows, as systemd sets it.
+        # Request the largest backlog of unaccepted connections that the kernel allows, as systemd does for its sockets.
         made.listen(socket.SOMAXCONN)
         made.setblocking(False)
         yield made
@@ -76,7 +78,7 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
 
 @contextlib.contextmanager
 def reserve_socket_path(path: Path) -> Generator[None, None, None]:
-    """Reserve a path for a socket within the block; remove a stale socket before the block, and any socket after it.
+    """Reserve a path for a socket within the block; remove a stale socket file before it and the new one after it.
 
     Raises:
         PathInUse: another program listens at the path, or the path is not a socket.
@@ -98,15 +100,16 @@ def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.so
     """Return a socket that is bound to the path.
 
     Args:
-        path: where the socket is created.
-        address: the name of the socket in errors.
-        umask: determines the permissions of the socket.
+        path: the path at which the socket is created.
+        address: the address of the socket, for error texts.
+        umask: the file permissions that the socket does not get.
 
     Raises:
         PathInUse: the path cannot be bound.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The kernel applies the umask when it creates the socket, so its permissions are right from the first moment.
+    # With the umask, the socket has its permissions from its creation on. After a chmod, another user could already
+    # have connected.
     old_umask = os.umask(umask)
     try:
         listener.bind(str(path))
@@ -123,7 +126,8 @@ def _bind_tcp(address: str) -> socket.socket:
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Connections of an earlier daemon may linger in the kernel (TIME_WAIT); they must not prevent the bind.
+        # Without this option, connections of an earlier daemon that the kernel still keeps (TIME_WAIT) would prevent
+        # the bind.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -136,12 +140,12 @@ def _bind_tcp(address: str) -> socket.socket:
 
 
 def _listen_error(address: str, error: OSError) -> PathInUse:
-    # Errors that Python raises itself, such as for a path that is too long, have no `strerror`.
+    # An error that Python raises itself has no `strerror`, such as the error for a path that is too long.
     return PathInUse(f"cannot listen on {address}: {error.strerror or error}")
 
 
 def _check_no_listener(path: Path) -> None:
-    """Raise if a program listens at the path; a stale socket refuses the connection."""
+    """Try to connect to the path; raise PathInUse if a program listens at it."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -154,7 +158,7 @@ def _check_no_listener(path: Path) -> None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket, but never anything else."""
+    """Remove a socket file if it exists; raise PathInUse if the path is any other file."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise PathInUse(f"{path}: expected a socket or no file; weightd does not remove other files")

@@ -1,4 +1,4 @@
-"""Log of the daemon: one line per event on stderr, or one entry per event in the journal."""
+"""Log of the daemon: one line per event on stderr, or one entry per event in systemd's journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightd_daemon.platform.resource_limits import with_limit_hint
 
 ADDRESS = "/run/systemd/journal/socket"
 
-# The time for which a write waits for a busy journal before the event goes to stderr.
+# Seconds for which a write waits while the journal is busy. After that, the event goes to stderr.
 _TIMEOUT_S = 1.0
 
 _TOO_LONG_ERRNOS = (errno.EMSGSIZE, errno.ENOBUFS)
@@ -24,7 +24,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class Journal:
-    """Connection to the journal, in its native protocol.
+    """Connection to systemd's journal, which uses the journal's native protocol.
 
     Args:
         address: the path of the journal's socket.
@@ -36,7 +36,7 @@ class Journal:
         self._socket.settimeout(_TIMEOUT_S)
 
     def write(self, fields: Mapping[str, str]) -> None:
-        """Write an event.
+        """Write an event with these fields.
 
         Raises:
             OSError: the journal does not accept the event.
@@ -66,7 +66,7 @@ class Journal:
 
 
 def encode_field(name: str, value: str) -> bytes:
-    """Encode a field; a value with several lines is preceded by its length."""
+    """Encode a field for the journal's native protocol: NAME=VALUE, or with a length if the value has several lines."""
     raw = value.encode("utf-8", "backslashreplace")
     if b"\n" in raw:
         return b"%s\n%s%s\n" % (name.encode(), len(raw).to_bytes(8, "little"), raw)
@@ -77,7 +77,7 @@ _log = logging.getLogger("weightd")
 
 _STDERR = 2
 
-# Attribute of a log record with the journal fields of the event.
+# Name of the attribute of a log record that has the event's journal fields.
 _FIELDS = "journal_fields"
 
 
@@ -94,7 +94,7 @@ def set_up(level: int) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print an error or a finding of a command on stderr, as one line without unprintable characters."""
+    """Print an error of a command, or a finding of `weightd check`, as one printable line on stderr."""
     line = to_one_line(f"weightd: {text}")
     print(
         add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,
@@ -103,19 +103,19 @@ def print_error(text: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """Log formatter that writes one line per event, with line breaks replaced; tracebacks follow on further lines."""
+    """Log formatter that makes one line of each message, without line breaks. A traceback follows on further lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
         return to_one_line(super().formatMessage(record))
 
 
 class JournalHandler(logging.Handler):
-    """Log handler that sends each event to the journal, with its subject in fields; to stderr if the journal fails."""
+    """Log handler that sends each event with its fields to the journal, or its text to stderr if the journal fails."""
 
     def __init__(self, writer: Journal) -> None:
         super().__init__()
         self._journal = writer
-        # The journal has fields for time and level.
+        # The text has no time and no level, because the journal keeps them in separate fields.
         self.setFormatter(LineFormatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
@@ -133,18 +133,21 @@ class JournalHandler(logging.Handler):
 
 
 def subject_extra(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
-    """Return `extra` of a log call: the model, generation and child that the event is about, as journal fields."""
+    """Return the argument `extra` of a log call for an event about a model, generation or child process."""
     fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
     return fields_extra({name: value for name, value in fields.items() if value})
 
 
 def fields_extra(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return `extra` of a log call that gives the event these fields in the journal."""
+    """Return the argument `extra` of a log call for an event with these journal fields."""
     return {_FIELDS: {**fields}}
 
 
 def client_extra(client: str) -> dict[str, dict[str, str]]:
-    """Return `extra` of an event that a client has caused: a user, a host or a tenant; "" if it is not known."""
+    """Return the argument `extra` of a log call for an event that a client has caused.
+
+    `client` is the name of a user, a host or a tenant; "" if it is not known.
+    """
     return {_FIELDS: {"CLIENT": client}}
 
 
@@ -155,17 +158,17 @@ def client_of(record: logging.LogRecord) -> str | None:
 
 
 def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
-    """Return model, generation and child of an event; "" or None for each that the event does not have."""
+    """Return model, generation number and child process that an event is about; "" or None for an unset one."""
     fields = getattr(record, _FIELDS, {})
     generation = fields.get("GENERATION")
     return fields.get("MODEL", ""), None if generation is None else int(generation), fields.get("CHILD", "")
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log an uncaught exception: Python would print it without a priority."""
+    """Log an uncaught exception, which Python would otherwise print on stderr, without a priority for the journal."""
     _log.critical("weightd failed", exc_info=(kind, error, trace))
 
 
 def log_resource_error(text: str) -> None:
-    """Log a warning whose cause may be a limit of the system."""
+    """Log a warning; if a limit of the system is the cause, the line names the limit and how to raise it."""
     logging.getLogger("weightd").warning("%s", with_limit_hint(text))

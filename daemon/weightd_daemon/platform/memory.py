@@ -1,4 +1,4 @@
-"""Memory of processes and files, as the kernel counts it, and of the host."""
+"""Memory of processes, files and the host, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ProcessMemory(NamedTuple):
 
     Attributes:
         pss_bytes: the proportional set size: the process's own pages, and its share of shared pages.
-        private_bytes: pages that no other process has: the exit of the process would free them.
-        anonymous_bytes: pages that belong to no file, even if they are shared: the memory that the process would need
-            if it had not been forked.
+        private_bytes: the pages that no other process maps. The exit of the process would free them.
+        anonymous_bytes: the pages without a file, including pages that the process shares with the process from which
+            it was forked. A process that was not forked would have all these pages for itself.
     """
 
     pss_bytes: int
@@ -29,7 +29,7 @@ class ProcessMemory(NamedTuple):
 
 
 def read_process_memory(pid: int) -> ProcessMemory | None:
-    """Return the memory of a process; None if the process is gone or this user may not read it."""
+    """Return the memory of a process; None if the process has exited or this user may not read its memory figures."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
         sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines)}
@@ -47,10 +47,10 @@ def host_memory_bytes() -> int:
 
 
 def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return how much memory a new process could take now without pushing others out; 0 if it is unknown.
+    """Return how many bytes a new process could allocate now without swapping or an OOM kill; 0 if unknown.
 
     Args:
-        meminfo: the kernel's file with the memory figures of the host.
+        meminfo: the file with the host's memory figures, see proc_meminfo(5).
     """
     group = cgroup.free_bytes()
     try:
@@ -62,19 +62,20 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the kernel; takes a few milliseconds for each 50 MiB.
+    """Return the free memory of the C allocator to the kernel. This takes a few milliseconds for each 50 MiB.
 
-    After large frames, the allocator would otherwise keep the memory. The alternative, M_MMAP_THRESHOLD, maps large
-    blocks anew each time, and makes an echo of 8 MiB take three times as long.
+    Otherwise the allocator would keep the memory of large frames after they are freed. The alternative, the allocator's
+    option M_MMAP_THRESHOLD, maps each large block anew, so that receiving and returning 8 MiB takes three times as
+    long.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def resident_bytes(path: Path) -> int | None:
-    """Return how many bytes of the file are in memory (mincore(2)); 0 if the file cannot be opened.
+    """Return how many bytes of a file are in the page cache (mincore(2)); 0 if the file cannot be opened.
 
-    Return None if the kernel does not report it: a service manager may forbid the system call.
+    Return None if the number is unknown, for example because the service manager forbids the system call.
     """
     try:
         with path.open("rb") as file:
@@ -95,7 +96,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def _count_resident_bytes(descriptor: int, size: int) -> int | None:
-    # Python's mmap does not expose the address of a read-only mapping.
+    # This calls mmap(2) directly, because Python's mmap does not expose the address of a read-only mapping.
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         return None

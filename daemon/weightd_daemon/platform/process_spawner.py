@@ -1,10 +1,10 @@
 """Process spawner: a thread that starts processes and has no descriptors of clients.
 
 When a new process runs its program, the kernel first closes the descriptors that the program does not inherit. If a
-client has sent a descriptor of a file system that never answers, this close blocks, and with it the start of the
-process and a daemon that waits for the start. So the processes are started by a thread with a descriptor table that is
-not shared with the rest of the daemon. The thread makes its table when the daemon starts, before any client connects,
-and later receives only the descriptors that a new process inherits.
+client has sent a descriptor of a file on a file system that never answers, this close blocks. Then the process does not
+start, and the daemon, which waits for the start, blocks, too. So a thread with its own descriptor table starts all
+processes. The thread creates the table when the daemon starts, before any client connects, and later receives only the
+descriptors that new processes inherit.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import NamedTuple
 
 _log = logging.getLogger("weightd")
 
-# unshare(2), and close_range(2) as a substitute where a container engine refuses unshare(2). The number of close_range
-# is the same on all architectures.
+# Flag of unshare(2); system call number and flag of close_range(2), which replaces unshare(2) where a container engine
+# refuses it. The number is the same on all architectures.
 _CLONE_FILES = 0x400
 _CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 2
 _MAX_DESCRIPTOR = 0xFFFFFFFF
 
 _STDERR = 2
 
-# Python ignores these signals, and a child would inherit that.
+# Python ignores these signals, and started programs would inherit this. They start with the default actions instead.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class _Order(NamedTuple):
-    """Request to start a process; its descriptors are sent over the socket."""
+    """Request to start a process. The descriptors that the process inherits are sent over the spawner's socket."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -48,7 +48,7 @@ class _Order(NamedTuple):
 
 
 class _Spawner:
-    """The spawner thread, and the daemon's end of the socket that passes descriptors to the thread."""
+    """Handle of the spawner thread, with the daemon's end of the socket over which the thread receives descriptors."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -57,8 +57,8 @@ class _Spawner:
         self._results: SimpleQueue[int | BaseException] = SimpleQueue()
         self._socket, theirs = socket.socketpair()
         ours, number = self._socket.fileno(), theirs.detach()
-        # Python's signal handler writes to the wake-up descriptor, which the thread does not have: block all signals in
-        # the thread.
+        # Block all signals in the thread: Python's signal handler writes to the wake-up descriptor, which is not in the
+        # thread's descriptor table.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with _gc_disabled():
@@ -110,16 +110,16 @@ class _Spawner:
                 self._results.put(error)
 
 
-# The spawner of this process. A forked process inherits this list, but not the thread.
+# The spawner of this process, if it has been started. A forked process inherits this list, but not the thread.
 _spawners: list[_Spawner] = []
 _start_lock = threading.Lock()
 
 
 def start_thread() -> None:
-    """Start the thread, unless this process has it already; call this before clients connect.
+    """Start the spawner thread of this process, if it is not running. Call this before any client connects.
 
     Raises:
-        OSError: no thread can be started, or no descriptors are left.
+        OSError: the thread cannot be started, or no descriptors are left.
     """
     with _start_lock:
         if not _spawners or _spawners[0].pid != os.getpid():
@@ -133,13 +133,13 @@ def spawn(
     *,
     start_new_session: bool = True,
 ) -> int:
-    """Start a process with SIGINT blocked, see `process_start.sigint_blocked`; return its pid.
+    """Start a process with SIGINT blocked (see `process_start.sigint_blocked`), and return its pid.
 
     Args:
         argv: the command.
         environment: the complete environment of the process.
-        descriptors: descriptors of this process; the new process gets them as 0, 1 and so on, and no others.
-        start_new_session: whether the process gets its own session.
+        descriptors: descriptors of this process. The new process gets them with the numbers 0, 1, ..., and no others.
+        start_new_session: whether the new process becomes the leader of a new session.
 
     Raises:
         OSError: the process cannot be started.
@@ -150,7 +150,7 @@ def spawn(
 
 def _spawn(link: socket.socket, order: _Order) -> int:
     received = array.array("i")
-    # Not `recv_fds`: Python 3.11 ignores its flags.
+    # `recv_fds` is not used, because Python 3.11 ignores its argument `flags`.
     _, messages, _, _ = link.recvmsg(
         1, socket.CMSG_LEN(order.descriptor_count * received.itemsize), socket.MSG_CMSG_CLOEXEC
     )
@@ -158,14 +158,14 @@ def _spawn(link: socket.socket, order: _Order) -> int:
         received.frombytes(content)
     try:
         if len(received) < order.descriptor_count:
-            # The kernel has dropped descriptors because this process may not have more.
+            # The kernel has dropped descriptors, because this process has reached its limit of descriptors.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return os.posix_spawnp(
             order.argv[0],
             [*order.argv],
             order.environment,
-            # No descriptor is overwritten before it is copied: the received numbers are ascending and above the
-            # targets.
+            # The descriptors are copied to 0, 1, ... in order. No copy overwrites a descriptor that is copied later,
+            # because the received numbers are ascending and above the targets.
             file_actions=[(os.POSIX_SPAWN_DUP2, each, number) for number, each in enumerate(received)],
             setsid=order.start_new_session,
             setsigmask=[signal.SIGINT],
@@ -179,7 +179,8 @@ def _spawn(link: socket.socket, order: _Order) -> int:
 def _unshare() -> None:
     """Give this thread a private copy of the process's descriptor table."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # close_range also unshares the table. The range begins above all descriptors, so it closes none.
+    # close_range(2) with this flag gives the thread its own table, too. The range begins above all descriptors, so it
+    # closes none.
     nothing = ctypes.c_uint(_MAX_DESCRIPTOR)
     if libc.unshare(_CLONE_FILES) and libc.syscall(_CLOSE_RANGE, nothing, nothing, _CLOSE_RANGE_UNSHARE):
         number = ctypes.get_errno()
@@ -188,7 +189,11 @@ def _unshare() -> None:
 
 @contextlib.contextmanager
 def _gc_disabled() -> Generator[None, None, None]:
-    """Disable garbage collection: a file finalized in the spawner thread would stay open in the rest of the process."""
+    """Disable garbage collection within the block.
+
+    If the spawner thread collected an object with an open file, it would close the descriptor in its own table only,
+    and the file would stay open in the rest of the process.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,29 +12,30 @@ from pathlib import Path
 from weightd_daemon.platform import exit_watch, process_spawner
 from weightd_daemon.platform.resource_limits import with_limit_hint
 
-# The part of a log that is searched for the cause of an exit.
+# Maximum size, in bytes and in lines, of the end of a log that is quoted as the cause of an exit.
 _TAIL_BYTES = 4096
 _TAIL_LINES = 6
 
-# The start of a dump by Python's faulthandler.
+# The beginning of the first line of a stack dump by Python's faulthandler.
 _DUMP_PREFIX = "Fatal Python error"
 
-# PF_EXITING of the kernel's include/linux/sched.h, in the seventh field after the name in /proc/PID/stat.
+# The flag PF_EXITING from the kernel's include/linux/sched.h, and the index of the field with the flags in
+# /proc/PID/stat, counted from the field after the process name.
 _PF_EXITING = 0x4
 _FLAGS_FIELD = 6
 
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """A child of this process or of its shim.
+    """Handle of a child process of the daemon or of its shim.
 
     Attributes:
-        pid: the process id.
+        pid: the pid of the child.
         pidfd: a descriptor that becomes readable when the child has exited: a pidfd, or the pipe that `exit_watch` uses
             instead.
         log: the file with the child's stdout and stderr.
-        wait: waits for the child and reaps it; call it once. Returns the exit status (negative: the signal), None if it
-            is unknown.
+        wait: waits until the child exits, reaps it, and returns its exit status (negative: the signal) or None if the
+            status is unknown. Call it once.
     """
 
     pid: int
@@ -56,7 +57,7 @@ def start(
     The child starts with SIGINT blocked: see `process_start.sigint_blocked`.
 
     Args:
-        argv: the command, which every user of the host can read.
+        argv: the command. It must not contain secrets, because every user of the host can read it.
         log: the file that gets the child's output.
         environment: the complete environment; None for the environment of this process.
         stdout: a descriptor for the child's stdout; None for the log.
@@ -73,7 +74,7 @@ def start(
 
 @contextlib.contextmanager
 def stdin_memfd(stdin_data: bytes) -> Generator[int, None, None]:
-    """Yield a descriptor from which a child reads these bytes, followed by the end of the file.
+    """Yield a descriptor for a child's stdin, from which the child reads these bytes and then the end of the file.
 
     Raises:
         OSError: no memory or no descriptor is left.
@@ -85,12 +86,13 @@ def stdin_memfd(stdin_data: bytes) -> Generator[int, None, None]:
 
 
 def adopt(pid: int, log: Path) -> ChildProcess:
-    """Return the handle of a child that this process did not start itself, and that has not been reaped.
+    """Return the handle of a running or exited child that has not been reaped, given its pid.
 
     Raises:
-        OSError: the process is not a child of this process; or no descriptor is left to watch it, and it was killed.
+        OSError: the process is not a child of this process, or it cannot be watched for lack of descriptors. In the
+            second case it is killed.
     """
-    # The pid cannot be reused before this process, the only one that can, has reaped the child.
+    # Check that the pid is an unreaped child. Only this process can reap it, so the pid is not reused meanwhile.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     try:
         pidfd = exit_watch.watch_exit(pid)
@@ -103,16 +105,16 @@ def adopt(pid: int, log: Path) -> ChildProcess:
 
 
 def kill(process: ChildProcess, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send the child a signal, unless it has exited. Its pidfd becomes readable when the child has exited."""
+    """Send a signal to the child, unless it has exited. Its `pidfd` becomes readable when the child has exited."""
     exit_watch.send_signal(process.pidfd, process.pid, number)
 
 
 def is_alive(process: ChildProcess) -> bool:
     """Return whether the child has neither exited nor begun to exit.
 
-    An exiting process first frees its memory and descriptors, and only then does its pidfd become readable: on a busy
-    machine many milliseconds later. Code that depends on what the child held has to know earlier, so this function
-    reads the kernel's flag for an exiting process.
+    An exiting process first frees its memory and descriptors. Only then does its pidfd become readable, on a busy
+    machine many milliseconds later. Callers that use memory or descriptors of the child have to detect its exit
+    earlier, so this function also reads the kernel's flag for an exiting process.
     """
     is_exiting = False
     try:
@@ -120,11 +122,11 @@ def is_alive(process: ChildProcess) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
-        pass  # no descriptor is left to read the file: rely on the pidfd
+        pass  # no descriptor is left to read the file: check only the pidfd
     else:
-        # The name, in parentheses, may contain any character.
+        # The process name, in parentheses, may contain any character, so the fields are counted from the last ")".
         is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS_FIELD]) & _PF_EXITING)
-    # Check the pidfd last: until the child is reaped, the pid that was read above is the child's.
+    # Check the pidfd last: if the child has not exited now, the file that was read above was the child's.
     return not is_exiting and not exit_watch.has_exited(process.pidfd)
 
 
@@ -135,7 +137,10 @@ def reap(process: ChildProcess) -> int | None:
 
 
 def log_tail(process: ChildProcess) -> str:
-    """Return the end of the child's log on one line, after the system limit that the log shows was reached, if any."""
+    """Return the last lines of the child's log, joined into one line.
+
+    If the log shows that a system limit was reached, the line begins with the limit and how to raise it.
+    """
     try:
         with process.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
@@ -143,6 +148,7 @@ def log_tail(process: ChildProcess) -> str:
     except OSError:
         return ""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    # Usually the last lines name the cause; of a stack dump, the first lines show where the process was.
+    # Keep the last lines before a stack dump, which usually name the cause, and the first lines of the dump, which name
+    # the functions that were running.
     dump = next((index for index, line in enumerate(lines) if line.startswith(_DUMP_PREFIX)), len(lines))
     return with_limit_hint(" | ".join(lines[:dump][-_TAIL_LINES:] + lines[dump:][:_TAIL_LINES]))

@@ -1,6 +1,6 @@
-"""Explanations of errors by the system limit behind them: the resource, the limit's value, and how to raise it.
+"""Explains errors by the system limit that caused them: the resource, the limit's value, and how to raise the limit.
 
-The errors themselves name no limit, as when Python, libzmq or an engine cannot start a thread.
+The errors themselves name no limit, for example when Python, libzmq or an engine cannot start a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EAGAIN_TEXT = "Resource temporarily unavailable"
 
 
 class ResourceShortage(enum.Enum):
-    """Kind of resource that a process could not get."""
+    """Resource that a process could not get because a limit was reached. The value is the resource in words."""
 
     TASKS = "a process or thread"
     FILES = "an open file"
@@ -27,7 +27,8 @@ class ResourceShortage(enum.Enum):
     MEMORY = "memory"
 
 
-# The order matters: the text for the host's limit begins with the text for the process's limit.
+# Texts that show a shortage, in the order in which they are searched. HOST_FILES must come before FILES, because its
+# text contains the text of FILES.
 _PATTERNS = {
     ResourceShortage.TASKS: re.compile(
         r"can't start new thread"
@@ -44,23 +45,25 @@ _PATTERNS = {
 
 
 def find_shortage(text: str) -> ResourceShortage | None:
-    """Return which resource is missing, by an error text or the end of a log; None if the cause is another one."""
+    """Return the resource whose shortage an error text or the end of a log shows; None if it shows none."""
     return next((what for what, sign in _PATTERNS.items() if sign.search(text)), None)
 
 
 def with_limit_hint(text: str, proc: Path = Path("/proc/self")) -> str:
-    """Return an error text, preceded by the system limit that caused it if the text shows one.
+    """Return an error text. If it shows that a system limit was reached, put the limit and how to raise it in front.
 
     Args:
         text: the error, or the end of a child's log.
-        proc: the directory of this process in /proc; its children have the same limits.
+        proc: the directory of this process in /proc. Its limits also apply to its children.
     """
     kind = find_shortage(text)
     return text if kind is None else f"{_EXPLANATIONS[kind](proc)}; original error: {text}"
 
 
 def check_threads(count: int) -> None:
-    """Check that this process may start `count` more threads: libzmq aborts the process if it cannot start its threads.
+    """Check that this process can start `count` more threads.
+
+    libzmq would abort the process if it could not start its threads.
 
     Raises:
         PathInUse: the threads cannot be started; the text names the limit.
@@ -124,7 +127,7 @@ _EXPLANATIONS = {
 
 
 def _own_limit(name: str, number: int, remedy: str) -> dict[str, str]:
-    """Return the soft limit of this process and how to raise it; an empty dictionary if there is no limit."""
+    """Return this process's soft limit in words, mapped to `remedy` (how to raise it); empty if it has no limit."""
     soft, _ = resource.getrlimit(number)
     return {} if soft == resource.RLIM_INFINITY else {f"{name} {soft}": remedy}
 
@@ -134,5 +137,5 @@ def _used_suffix(used: int | None) -> str:
 
 
 def _format_explanation(what: str, limits: Mapping[str, str]) -> str:
-    """Return a sentence with the missing resource, the limits that may be the cause, and how to raise each."""
+    """Return a sentence: the problem `what`, the limits that may be its cause, and how to raise each of them."""
     return f"{what} ({'; '.join(limits)}); raise {', '.join(limits.values())}"

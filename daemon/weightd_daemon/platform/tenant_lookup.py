@@ -1,4 +1,4 @@
-"""Mapping from a client's key, user id and group ids to its tenant, without I/O."""
+"""Lookup of a client's tenant by the client's public key, user id and group ids, without I/O."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from weightd_common.peer_credentials import OVERFLOW_ID
 
 
 class TenantCredentials(NamedTuple):
-    """The identities that belong to a tenant.
+    """The credentials by which a client is recognized as a member of a tenant.
 
     Attributes:
         tenant: the name of the tenant.
-        uids: user ids.
-        gids: group ids.
-        keys: public keys in Z85.
-        is_default: whether every client that belongs to no other tenant belongs to this one.
+        uids: the user ids of the tenant's clients.
+        gids: the group ids of the tenant's clients.
+        keys: the public CURVE keys of the tenant's clients, in Z85.
+        is_default: whether this is the tenant of every client that matches no credentials.
     """
 
     tenant: str
@@ -27,10 +27,10 @@ class TenantCredentials(NamedTuple):
 
 
 class TenantLookup:
-    """Lookup tables from identities to tenants.
+    """Tables that map public keys, user ids and group ids to tenants.
 
     Args:
-        members: the identities of all tenants; no identity belongs to two tenants.
+        members: the credentials of all tenants; no two tenants have the same key or id.
     """
 
     def __init__(self, members: Iterable[TenantCredentials]) -> None:
@@ -46,15 +46,15 @@ class TenantLookup:
                 self._default = each.tenant
 
     def tenant_of(self, uid: int | None, gids: Sequence[int], key: str, default: str | None = None) -> str | None:
-        """Return the name of a client's tenant; None if it belongs to no tenant.
+        """Return the name of a client's tenant; None if the client has no tenant.
 
-        The key has priority over the user id, and the user id over the groups, which are checked in the kernel's order.
+        The key is looked up first, then the user id, then the group ids in their order.
 
         Args:
             uid: the user id; None if the kernel does not report it.
             gids: the group ids, in the order in which the kernel reports them.
-            key: the public key in Z85; "" if the client did not use one.
-            default: the tenant for a client that matches no identity, instead of the default tenant.
+            key: the client's public key in Z85; "" without a key.
+            default: the result for a client that matches no credentials; None for the tenant with `is_default`, if any.
         """
         tenant = self._by_key.get(key)
         if tenant is not None or uid == OVERFLOW_ID:

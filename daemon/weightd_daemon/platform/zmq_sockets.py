@@ -1,4 +1,4 @@
-"""ROUTER sockets: creation, integration into the event loop, and message I/O."""
+"""ZeroMQ ROUTER sockets: creation, integration into the event loop, sending and receiving."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ _libc = ctypes.CDLL(None)
 def seed_routing_ids() -> None:
     """Make the routing ids of the next ROUTER socket unpredictable.
 
-    libzmq 4.3.5 counts routing ids up from a value of rand(), which it never seeds. It aborts the process if a routing
-    id that it assigns is already taken by a peer that has announced the same id.
+    libzmq 4.3.5 takes the first routing id from rand(), which it never seeds, and counts up from it. If a peer guesses
+    the next id and announces it as its own, libzmq aborts the process when it assigns this id.
     """
     _libc.srand(int.from_bytes(os.urandom(4), "little"))
 
 
-# A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
+# Maximum number of messages that one call of `receive_batch` reads, so that a busy socket does not block the loop.
 RECEIVE_BATCH_SIZE = 64
 
-# Plain integers, because pyzmq's enumerations are slower.
+# pyzmq's constants as plain integers, which are faster than its enumerations.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
-# Only this user may connect.
+# Umask of a Unix socket to which only its owner may connect.
 PRIVATE_UMASK = 0o177
 
-# The time for which a stopping daemon waits until its last messages are sent.
+# Maximum time in milliseconds for which a stopping daemon waits until libzmq has sent its last messages.
 LINGER_MS = 1000
 
-# The format in which libzmq reports the credentials of a unix peer. The address of a TCP peer does not match it.
+# The format of libzmq's property "Peer-Address" for a peer on a Unix socket. The address of a TCP peer does not match.
 _UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
 
 
 class ReceivedMessage(NamedTuple):
-    """A message: the sender's routing id, the header and tensor frames, and the identity frame for `peer_pid`."""
+    """A received message: the sender's routing id, all other frames, and the first frame, for `peer_pid`."""
 
     peer: bytes
     frames: Sequence[Any]
@@ -53,7 +53,7 @@ class ReceivedMessage(NamedTuple):
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """Return a ROUTER socket bound to `address`, to which only processes of this user can connect.
+    """Return a new ROUTER socket bound to `address`. Only processes of this user can connect to it.
 
     Raises:
         PathInUse: the address cannot be bound.
@@ -62,9 +62,10 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-    # Sending to a peer that is gone raises an error instead of dropping the message.
+    # With this option, sending to a disconnected peer raises an error. Without it, libzmq would drop the message.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # The kernel applies the umask when it creates the socket, so its permissions are right from the first moment.
+    # With the umask, the socket has its permissions from its creation on. After a chmod, another user could already
+    # have connected.
     old_umask = os.umask(PRIVATE_UMASK)
     try:
         socket.bind(address)
@@ -77,11 +78,12 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 
 
 def watch_socket(loop: EventLoop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
-    """Have a loop call `handler` whenever a socket is readable; return a function that schedules another check.
+    """Have a loop call `handler` whenever a socket is readable; return a function that makes the loop check again.
 
-    The descriptor of a ZeroMQ socket reports a new message once, and the next use of the socket may consume the report.
-    Checking the socket itself takes longer than waiting for all other descriptors, so the loop does not check it in
-    each turn: code that uses the socket outside of the handler calls the returned function afterwards.
+    The descriptor of a ZeroMQ socket becomes readable once for a new message, and any use of the socket may make it
+    unreadable again before the loop sees this. So code that uses the socket outside of `handler` must call the returned
+    function afterwards. The loop does not check the socket itself in each turn, because that takes longer than the wait
+    for all other descriptors.
     """
 
     def check_readable() -> None:
@@ -96,24 +98,24 @@ def watch_socket(loop: EventLoop, socket: zmq.Socket[bytes], handler: Callable[[
 
 
 def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[ReceivedMessage]:
-    """Yield the waiting messages, at most a batch. Large tensor frames are not copied."""
+    """Yield the messages that have arrived, at most `RECEIVE_BATCH_SIZE`. Large tensor frames are not copied."""
     for _ in range(RECEIVE_BATCH_SIZE):
         try:
             identity, *frames = zmq_io.receive(socket, zmq_io.NOBLOCK)
         except zmq.Again:
             return
         yield ReceivedMessage(identity.bytes, [zmq_io.frame_content(frame) for frame in frames], identity)
-        # This check is cheaper than the exception of a read that finds no message.
+        # Check for a further message first: this is cheaper than the exception of a read that finds none.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
 
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
-    """Send without waiting; return whether the message was accepted. Large frames are not copied."""
+    """Send a message without waiting; return whether libzmq has accepted it. Large frames are not copied."""
     try:
         zmq_io.send(socket, [peer, *frames], zmq_io.NOBLOCK)
     except zmq.ZMQError as error:
-        # The peer is not connected, or a thousand messages are queued for it.
+        # These errors mean that the peer is not connected, or that libzmq's send queue for it is full (1,000 messages).
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
         return False
@@ -121,10 +123,10 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
 
 
 def peer_pid(identity: zmq.Frame) -> int | None:
-    """Return the pid of the process behind a unix socket, from the first frame of its message; None over TCP.
+    """Return the pid of the process that sent a message over a Unix socket; None over TCP.
 
-    libzmq reads the pid from the kernel (SO_PEERCRED) some moments after it has accepted the connection. If the
-    connection has ended by then, the value may be what the peer claims.
+    `identity` is the first frame of the message. libzmq reads the pid from the kernel (SO_PEERCRED) some time after it
+    has accepted the connection. If the connection has ended by then, the pid may be one that the peer claims.
     """
     try:
         peer = _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))

@@ -1,6 +1,6 @@
 """Process supervision: starts, forks, signals and reaps the holders, the workers and their helper processes.
 
-The caller of `ProcessSupervisor` describes a process by a `ProcessSpec`; a `Launcher` starts the process. The
-supervisor reports the messages and the exit of each child to the `ProcessEventHandler` of that child. This package
-never imports `models`.
+`ProcessSupervisor` describes each process by a `ProcessSpec`, and starts it by a `Launcher` or by a fork. It passes the
+messages and the exit of each child process to the `ProcessEventHandler` of that child. This package never imports
+`models`.
 """

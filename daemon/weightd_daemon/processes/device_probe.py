@@ -23,7 +23,7 @@ class DeviceMemoryInfo(Protocol):
     Attributes:
         name: the name of the device.
         capacity_bytes: the bytes that models may use on the device; None if unknown.
-        reported_bytes: the free bytes that the card itself reported; None before that.
+        reported_bytes: the free bytes that the card itself has reported; None before its first report.
     """
 
     name: str
@@ -32,17 +32,17 @@ class DeviceMemoryInfo(Protocol):
 
 
 class DeviceProbe:
-    """Queries each card once, in the interpreter of a model that uses the card.
+    """Queries the free memory of each card once, with the interpreter of a model that uses the card.
 
     Args:
         process_table: starts and watches the helper processes.
-        devices: all devices, by name.
+        devices: all devices, by name. `probe` stores its results in these objects.
     """
 
     def __init__(self, process_table: ProcessTable, devices: Mapping[str, DeviceMemoryInfo]) -> None:
         self._process_table = process_table
         self._devices = devices
-        # Devices that are not queried again: a query that fails is not repeated.
+        # The names of the devices that were queried. A device is not queried again, even if the query has failed.
         self._failed_devices: set[str] = set()
 
     def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
@@ -50,9 +50,9 @@ class DeviceProbe:
 
         Args:
             python: the interpreter in which the library of the cards is installed.
-            names: the devices; those on the CPU are skipped.
+            names: the names of the devices; CPU devices are skipped.
             log: the file to which the helper processes write their stderr, in the directory of a snapshot.
-            on_done: called at once if no card has to be queried.
+            on_done: called after the last query, or at once if no card has to be queried.
         """
         names = list(names)
         device = next((self._devices[each] for each in names if self._is_unprobed(each)), None)

@@ -32,9 +32,9 @@ class Snapshot:
     """The immutable copy of a model that every process of a generation loads.
 
     Attributes:
-        path: the path of the copied model file; of a sliced model, the slice of rank 0.
+        path: the path of the copied model file; for a sliced model, the path of the slice of rank 0.
         weights: the path of the copied arrays that replace weights of the model, or "".
-        sha256: the digest of the model; of a sliced model, `digest_of` its slices.
+        sha256: the digest of the model; for a sliced model, the result of `digest_of` for its slices.
         nbytes: the size of all files of the model together, in bytes.
         sample: the path of the copied inputs of the self-test, or "".
         identity: a text that changes when a file of the copy is written or replaced.
@@ -53,7 +53,7 @@ class Snapshot:
 
 
 def digest_of(slices: Sequence[SliceSnapshot]) -> str:
-    """Return the digest of a sliced model: the sha256 of the slices' digests, one a line, in the order of the ranks."""
+    """Return the digest of a sliced model: the sha256 of its slices' digests, one per line, ordered by rank."""
     return hashlib.sha256("".join(f"{each.sha256}\n" for each in slices).encode()).hexdigest()
 
 
@@ -64,14 +64,14 @@ class ProcessEventHandler(Protocol):
         """Handle a message from a child. `frames` are the tensor frames that follow the message."""
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a child, or its failure to start. All messages of the child were handled before."""
+        """Handle the exit of a child, or its failure to start. The child's messages have been handled before."""
 
 
 class SnapshotEventHandler(Protocol):
     """Handles the events of snapshots."""
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
-        """Handle a snapshot that is complete. The memory of the model's cards was queried before."""
+        """Handle a complete snapshot. Before this call, the free memory of the model's cards was queried."""
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """Handle a snapshot that could not be taken. `is_transient`: a later attempt may succeed."""
+        """Handle a snapshot that could not be taken. `is_transient`: whether a later attempt may succeed."""

@@ -1,4 +1,4 @@
-"""Files of snapshots and generations, each set in a private directory."""
+"""Files of snapshots and generations. Each snapshot and each generation has a private directory."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from weightd_daemon.platform.exit_cause import MissingFile
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Paths of the immutable copy of a model."""
+    """Paths of the files in a snapshot, the immutable copy of a model."""
 
     directory: Path
 
     @property
     def model_dir(self) -> Path:
-        """The directory of the copied model file and its further files. The snapshotter creates it."""
+        """The directory for the copy of the model file and of the files that it names. The snapshotter creates it."""
         return self.directory / "model"
 
     def slice_dir(self, rank: int) -> Path:
-        """Return the directory of one rank's slice and its further files. The snapshotter creates it."""
+        """Return the directory for the copy of one rank's slice. The snapshotter creates it."""
         return self.directory / f"rank{rank}"
 
     @property
     def weights(self) -> Path:
-        """The arrays with which every process replaces weights of the model, if they are configured."""
+        """The path of the arrays that replace weights of the model. The file exists if it is configured."""
         return self.directory / "weights.npz"
 
     @property
     def sample(self) -> Path:
-        """The inputs of the self-test, if they are configured."""
+        """The path of the inputs of the self-test. The file exists if it is configured."""
         return self.directory / "selftest.npz"
 
     def group_info(self, rank: int) -> Path:
-        """Return the path of one rank's file of communication groups, which exists if it is configured."""
+        """Return the path of one rank's file of communication groups. The file exists if it is configured."""
         return self.directory / f"group_info{rank}"
 
     def rank_table(self, group: int) -> Path:
-        """Return the path of the rank table of one rank group, which exists if it is configured."""
+        """Return the path of the rank table of one rank group. The file exists if it is configured."""
         return self.directory / f"rank_table{group}.json"
 
     @property
     def copy_progress(self) -> Path:
-        """The file to which `CopyProgressFile` writes the progress of the copy."""
+        """The path of the file to which `CopyProgressFile` writes the progress of the copy."""
         return self.directory / "copied"
 
     @property
     def log(self) -> Path:
-        """The log file: the stderr of the snapshotter, and of the device queries that run after the copy."""
+        """The path of the log, to which the snapshotter and the later queries of the cards write their stderr."""
         return self.directory / "log"
 
     def create(self) -> None:
-        """Create the directory, without the files of an earlier attempt.
+        """Create an empty directory, after removing the files of an earlier attempt.
 
         Raises:
             PathInUse: the directory cannot be created.
         """
         self.remove()
-        # The operator may have removed the whole cache.
+        # The operator may have removed the whole cache directory.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
 
@@ -82,16 +82,16 @@ class GenerationFiles:
 
     @property
     def store(self) -> Path:
-        """The page store, which only the holder writes."""
+        """The path of the page store, which only the holder writes."""
         return self.directory / "pages"
 
     @property
     def rank_table(self) -> Path:
-        """The rank table that weightd generated for this generation."""
+        """The path of the rank table that weightd has generated for this generation."""
         return self.directory / "rank_table.json"
 
     def log(self, child: str) -> Path:
-        """Return the log of a child: its stdout and stderr."""
+        """Return the path of a child's log, to which the child writes its stdout and stderr."""
         return self.directory / f"{child}.log"
 
     def create(self, rank_table: str = "") -> None:
@@ -101,7 +101,7 @@ class GenerationFiles:
             PathInUse: the directory cannot be created.
             OSError: the rank table cannot be written.
         """
-        # The operator may have removed the whole cache.
+        # The operator may have removed the whole cache directory.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
         if rank_table:
@@ -113,9 +113,9 @@ class GenerationFiles:
 
 
 class FileFingerprint:
-    """The size and modification time that a file had at first, compared cheaply with its current ones.
+    """The size and modification time of a file when this object was created, for a cheap check for changes.
 
-    The comparison detects every write and truncation by a process, because these set the modification time. It does not
+    The check detects every write and truncation by a process, because they change the modification time. It does not
     detect data that a failing disk has changed.
 
     Raises:
@@ -128,7 +128,7 @@ class FileFingerprint:
 
     @property
     def value(self) -> tuple[int, int]:
-        """The size in bytes and the modification time in ns, as of the creation of this object."""
+        """The size in bytes and the modification time in ns of the file when this object was created."""
         return self._initial
 
     def is_intact(self) -> bool:
@@ -152,7 +152,7 @@ def fingerprint_of(path: Path) -> FileFingerprint | None:
 
 
 class GenerationStorage:
-    """The files of all generations, and the fingerprints of their page stores at the time of the export.
+    """The files of all generations, and the fingerprints that their page stores had after the builds.
 
     Args:
         directory: a directory private to the daemon, with a subdirectory for each generation.
@@ -169,11 +169,11 @@ class GenerationStorage:
         self.fingerprints: dict[str, FileFingerprint] = {}
 
     def open(self, generation: GenerationBase) -> GenerationFiles:
-        """Return the files of a generation. They need not exist."""
+        """Return the paths of a generation's files, whether or not the files exist."""
         return self.files.setdefault(generation.label, GenerationFiles(self._directory / generation.label))
 
     def create(self, generation: GenerationBase, rank_table: str = "") -> GenerationFiles:
-        """Return the files of a generation, and create its directory if necessary.
+        """Return the paths of a generation's files, and create its directory if necessary.
 
         Raises:
             PathInUse: the directory cannot be created.
@@ -192,21 +192,21 @@ class GenerationStorage:
             self.fingerprints[generation.label] = fingerprint
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return the fingerprint that the page store had at its export, or None without a page store."""
+        """Return the size and modification time of the page store after the build, or None without a page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return SealRecord(*fingerprint.value) if fingerprint is not None else None
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store is unchanged since its export. True without a page store."""
+        """Return whether the page store is unchanged since the build. True without a page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return fingerprint is None or fingerprint.is_intact()
 
     def find_missing_file(
         self, generation: GenerationBase, paths: Iterable[str], *, needs_store: bool
     ) -> tuple[MissingFile, str]:
-        """Return the kind of file that a child needs but that has vanished, and an error text.
+        """Check whether the files exist that a child needs; return the kind of a missing file and an error text.
 
-        The result is `MissingFile.NONE` and an empty text if every file exists.
+        If every file exists, return `MissingFile.NONE` and an empty text.
 
         Args:
             generation: the generation of the child.

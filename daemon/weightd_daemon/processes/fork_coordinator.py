@@ -1,4 +1,4 @@
-"""Fork coordination: requests forks from fork servers and templates, adopts the children, handles late replies."""
+"""Fork coordination: requests forks, adopts the children, kills fork servers and templates that do not reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightd_protocol.messages.worker import Fork, Forked
 
 _log = logging.getLogger("weightd")
 
-# Interval between checks after an overdue process was killed: its exit has not been reported yet.
+# Seconds between two checks for overdue replies after a process was killed, until the exit is reported.
 _RECHECK_INTERVAL_S = 1.0
 
 _NEVER = float("inf")
@@ -28,7 +28,7 @@ class ForkRequest(NamedTuple):
     """A request to a process to fork a child.
 
     Attributes:
-        process_spec: the child.
+        process_spec: the specification of the child.
         parent: the name of the process that forks the child.
         deadline: the time by which `parent` must have replied, in monotonic seconds.
         on_failure: called with `process_spec` and the reason if the child is not forked.
@@ -41,11 +41,11 @@ class ForkRequest(NamedTuple):
 
 
 class PendingForks:
-    """The fork requests without a reply yet, by the name of the child."""
+    """The fork requests to which no reply has arrived yet, by the name of the child."""
 
     def __init__(self) -> None:
         self._pending: dict[str, ForkRequest] = {}
-        # The parent of each cancelled fork, by the name of the child. The parent still replies.
+        # For each cancelled request, by the name of the child: the name of the parent, which will still reply.
         self._cancelled: dict[str, str] = {}
 
     def add(self, request: ForkRequest) -> None:
@@ -53,18 +53,18 @@ class PendingForks:
         self._pending[request.process_spec.name] = request
 
     def parents(self) -> list[str]:
-        """Return the name of every process that owes a reply to a request. Cancelled requests do not count."""
+        """Return the names of the processes that have not replied to a request. Cancelled requests do not count."""
         return list(dict.fromkeys(each.parent for each in self._pending.values()))
 
     def is_awaited(self, parent: str) -> bool:
-        """Return whether a process has not replied to a request yet. Cancelled requests count."""
+        """Return whether a process has not replied to a request yet. Cancelled requests count, too."""
         return parent in self._cancelled.values() or parent in self.parents()
 
     def complete(self, name: str, parent: str) -> ForkRequest | None:
-        """Remove a request to which a process has replied, and return the request, or None if it was cancelled.
+        """Remove the request to which `parent` has replied, and return it; None if the request was cancelled.
 
         Raises:
-            LookupError: the process has no such request.
+            LookupError: `parent` was not asked to fork a child with this name.
         """
         request = self._pending.get(name)
         if request is not None and request.parent == parent:
@@ -75,14 +75,14 @@ class PendingForks:
         return None
 
     def cancel(self, name: str) -> bool:
-        """Cancel the request for a child; return whether there was one."""
+        """Cancel the fork request for a child; return whether there was a request."""
         request = self._pending.pop(name, None)
         if request is not None:
             self._cancelled[name] = request.parent
         return request is not None
 
     def drop_parent(self, parent: str) -> list[ForkRequest]:
-        """Drop the requests of a process that has exited; return the dropped requests, except for cancelled ones."""
+        """Remove the requests to a process that has exited, and return them, except for cancelled requests."""
         self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
         dropped = [each for each in self._pending.values() if each.parent == parent]
         for each in dropped:
@@ -100,14 +100,14 @@ class PendingForks:
 
 
 class ForkCoordinator:
-    """Asks processes to fork children, and adopts the children.
+    """Asks fork servers and templates to fork children, and adopts the children.
 
     Args:
-        pending_forks: the requests without a reply.
-        launcher: adopts the forked children. A forked child has the same parent process as the process that forked it.
+        pending_forks: the fork requests without a reply.
+        launcher: adopts the forked children. A child and the process that forked it have the same parent process.
         loop: runs the timer for overdue replies.
-        process_table: kills processes.
-        send_order: sends an order to a process.
+        process_table: kills processes whose replies are overdue.
+        send_order: sends an order to the process with this name.
         on_child_forked: called with the spec of a child, the name of the process that forked it, and the adopted child.
     """
 
@@ -136,7 +136,9 @@ class ForkCoordinator:
         self._send_order(request.parent, Fork(process_spec.name, tuple(process_spec.arguments), str(process_spec.log)))
 
     def on_fork_reply(self, parent: str, forked: Forked) -> None:
-        """Adopt the child that a process has forked, or report why it has not; kill a child whose fork was cancelled.
+        """Handle a reply to a fork request: adopt the child, or report why the fork failed.
+
+        If the request was cancelled, the child is killed.
 
         Raises:
             RemoteProtocolError: the process was not asked to fork this child.
@@ -160,7 +162,7 @@ class ForkCoordinator:
                 self._on_child_forked(request.process_spec, parent, process)
 
     def on_parent_exit(self, parent: str) -> None:
-        """Report all forks that were requested of a process as failed, because it has exited."""
+        """Report all fork requests to a process as failed, because the process has exited."""
         for wanted in self._pending_forks.drop_parent(parent):
             wanted.on_failure(wanted.process_spec, f"{parent} exited before it forked this process")
 

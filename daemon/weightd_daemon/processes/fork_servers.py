@@ -1,8 +1,8 @@
-"""Fork servers: one process for each interpreter and engine, which has imported both and forks children.
+"""Fork servers: processes that have imported an engine and fork children. There is one per interpreter and engine.
 
-A fork server runs as long as a model uses its interpreter and engine. One that exits is restarted at once. After
-repeated early exits it is restarted with the next child that needs it, once a delay has passed; until then, children
-are spawned.
+A fork server runs as long as a configured model uses its interpreter and engine. A fork server that exits is restarted
+at once. After repeated early exits, it is restarted only when a delay has passed and the next child is to be started;
+until then, children are spawned.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 
 _log = logging.getLogger("weightd")
 
-# On a loaded machine an interpreter needs seconds to import an engine.
+# Seconds after its start within which a fork server must reply to its first request. On a loaded machine, an
+# interpreter needs seconds to import an engine.
 START_TIMEOUT_S = 60.0
 
-# Maximum duration of a fork in seconds: the kernel may have to copy many page tables of the parent.
+# Seconds within which a process that has loaded its engine must reply to a fork request. The kernel may have to copy
+# many page tables.
 FORK_TIMEOUT_S = 10.0
 
 ServerKey = tuple[str, str]
-"""Interpreter and engine."""
+"""The interpreter and the engine of a fork server."""
 
 
 @dataclass
 class ForkServer:
-    """One fork server and its restarts.
+    """The fork server for one interpreter and engine, over all its restarts.
 
     Attributes:
-        python: the interpreter.
-        engine: the engine that the process imports.
-        name: the name of the running process; "" while none runs.
-        started_at: the start time of that process, in monotonic seconds.
-        has_forked: whether that process has forked a child; before that, it may still be importing the engine.
+        python: the path of the interpreter.
+        engine: the engine that the fork server imports.
+        name: the name of the running process; "" while no process runs.
+        started_at: the start time of the running process, in monotonic seconds.
+        has_forked: whether the running process has forked a child; until then, it may still be importing the engine.
         fork_count: the number of children forked since the daemon started, over all restarts.
-        reason: why no process runs, as a text for the operator; else "".
-        restart_backoff: the delay of the next restart.
+        reason: why no process runs, as a text for the operator; "" while a process runs.
+        restart_backoff: computes the delay of the next restart.
     """
 
     python: str
@@ -61,8 +63,8 @@ class ForkServers:
     """The fork servers for the configured models.
 
     Args:
-        directory: the directory for their logs.
-        address: the address to which children connect.
+        directory: the directory for the logs of the fork servers.
+        address: the daemon's address, to which children connect.
         start_process: starts a fork server; raises OSError on failure.
         kill_process: kills the fork server with this name.
     """
@@ -97,14 +99,14 @@ class ForkServers:
             self._start(self._servers.setdefault(kind, ForkServer(*kind)))
 
     def find(self, program: WorkerProgram) -> ForkServer | None:
-        """Return the fork server for a program, after restarting it if that is due; None if no model uses it."""
+        """Return the fork server for a program, restarted if a restart is due; None if no configured model uses it."""
         server = self._servers.get((program.python, program.engine))
         if server is not None and not server.name and server.restart_backoff.due_at <= event_loop.now():
             self._start(server)
         return server
 
     def is_fork_server(self, name: str) -> bool:
-        """Return whether a process is a running fork server."""
+        """Return whether the process with this name is a running fork server."""
         return self._find_by_name(name) is not None
 
     def fork_deadline(self, name: str, *, has_channel: bool) -> float:
@@ -112,7 +114,7 @@ class ForkServers:
 
         Args:
             name: the name of the fork server.
-            has_channel: whether it has connected its channel, which it does after all imports.
+            has_channel: whether the fork server has connected its channel, which it does after all imports.
         """
         server = self._find_by_name(name)
         deadline = event_loop.now() + FORK_TIMEOUT_S
@@ -130,7 +132,7 @@ class ForkServers:
             server.has_forked = True
 
     def on_exit(self, name: str, exit_cause: ExitCause) -> None:
-        """Handle the exit of a fork server. It is restarted at once, unless its predecessor also exited early."""
+        """Handle the exit of a fork server. Restart it at once, unless its previous process also exited early."""
         server = self._find_by_name(name)
         if server is None:
             return

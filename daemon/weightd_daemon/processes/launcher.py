@@ -1,4 +1,4 @@
-"""Launchers: start holders, workers and fork servers, as children of the daemon (here) or of the shim."""
+"""Launchers: start holders, workers and fork servers as children of the daemon (`DirectLauncher`) or of a shim."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 
 class Launcher(Protocol):
-    """Starts processes and adopts forked ones; knows the processes that an earlier daemon has started."""
+    """Starts processes, adopts forked processes, and knows the processes that an earlier daemon has started."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:
-        """Start a child in a new session. The child gets its parent's pid by `--parent`, its other arguments by stdin.
+        """Start a child in a new session.
+
+        The child gets the pid of its parent by the option `--parent`, and all other arguments by stdin.
 
         Raises:
             OSError: the child cannot be started.
@@ -25,18 +27,19 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def surviving_processes(self) -> list[SurvivingProcess]:
-        """Return every child that outlives the daemon and has not been reaped, whichever daemon has started it."""
+        """Return all children that outlive the daemon and have not been reaped, whichever daemon has started them."""
         raise NotImplementedError
 
     def kill_orphans(self) -> None:
-        """Kill the processes that were forked for an earlier daemon, which exited before it adopted them."""
+        """Kill the processes that were forked for an earlier daemon and that no daemon has adopted."""
 
     def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:
-        """Kill the processes that an exited child had forked without a reply. They are still in the child's session.
+        """Kill the processes that an exited child had forked but not reported. They are still in the child's session.
 
         Args:
             parent: the pid of the exited child, which has not been reaped yet.
-            known_pids: the pids of all adopted processes. Some may not have left the session of their parent yet.
+            known_pids: the pids of all adopted processes, which are not killed. Some may still be in the session of the
+                process that forked them.
 
         Raises:
             OSError: the processes cannot be found or killed.
@@ -44,7 +47,7 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
-        """Watch a child that another child has forked. Both have the same parent process.
+        """Watch a child that another child has forked. Both children have the same parent process.
 
         Raises:
             OSError: there is no such child, or no descriptors are left.
@@ -61,7 +64,7 @@ class Launcher(Protocol):
 
 
 class DirectLauncher:
-    """A launcher whose children are children of the daemon itself, and exit with it."""
+    """A launcher that starts processes as children of the daemon itself. The processes die with the daemon."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
         return processes.start(

@@ -1,8 +1,9 @@
 """Sends orders to child processes and receives their messages.
 
-Each child connects a channel, a Unix stream socket without ZeroMQ, for all messages whose order relative to its
-requests matters. Before that, and for all other messages, it uses the daemon's ZeroMQ socket. Forked children, and the
-processes that fork them, have the channel only.
+Each child connects a channel: a Unix stream socket, without ZeroMQ. Over the channel, the daemon and the child exchange
+requests, and all messages whose order relative to the requests matters. All other messages, and the messages before the
+channel is connected, go over the daemon's ZeroMQ socket. Forked children, and the processes that fork them, have no
+ZeroMQ connection and only use the channel.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ from weightd_protocol.messages.worker import (
     UnmapRegion,
 )
 
-# The frames of a message that hold tensors.
+# The slice of a message's frames that hold tensors, after the header frames.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
-# Orders that a child must receive, and answer, in the order in which the daemon sends them.
+# Orders that always go over the channel: a child must receive and answer them in the order in which they are sent.
 _CHANNEL_ORDERS = frozenset((Fork, BeginBatch, Predict, CancelPredict))
 
 # Replies to requests.
 _OUTCOMES = frozenset((PredictResult, PredictDone, PredictFailed, PredictCancelled))
 
-# The number of reads from one channel in a turn of the event loop, so that the other descriptors are served, too.
+# Maximum number of reads from one channel in one turn of the event loop, so that other sockets are served, too.
 _MAX_READS = 8
 
 _log = logging.getLogger("weightd")
@@ -84,18 +85,18 @@ class ChildMessenger:
     """Sends orders to children, and passes the messages of each child to its event handler.
 
     Args:
-        context: the ZeroMQ context of the socket.
-        config: the paths of the sockets.
-        loop: reports readable sockets.
+        context: the ZeroMQ context of the socket for children.
+        config: the configuration, with the paths of the sockets.
+        loop: watches the sockets.
         process_table: the running processes.
-        pending_forks: the requests to fork without a reply.
-        on_forked: called with the name of a process and its reply to Fork; raises RemoteProtocolError if the reply is
+        pending_forks: the fork requests without a reply.
+        on_forked: called with the name of a process and its reply to `Fork`; raises RemoteProtocolError if the reply is
             invalid.
         on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
-        address: the address to which children connect.
-        handlers: the event handler of each child by name, from the request to start the child on.
+        address: the address of the ZeroMQ socket, to which children connect.
+        handlers: the event handler of each child, by name. A child has a handler as soon as its start is requested.
         channels: the channels of the children.
     """
 
@@ -117,11 +118,12 @@ class ChildMessenger:
         self._pending_forks = pending_forks
         self._on_forked = on_forked
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
-        # Processes without a ZeroMQ connection: forked children, and the processes that fork them.
+        # Names of the processes without a ZeroMQ connection: forked children, and the processes that fork them.
         self._channel_only: set[str] = set()
-        # Orders to children of the previous daemon that have not connected yet.
+        # Orders to children of the previous daemon that have not reconnected yet, by the name of the child.
         self._held_orders: dict[str, list[ChildOrder]] = {}
-        # The channel is bound first: a child that can connect to the ZeroMQ socket can also connect its channel.
+        # The socket for channels is bound before the ZeroMQ socket, so that a child that can connect to the ZeroMQ
+        # socket can also connect its channel.
         self.channels = WorkerChannels(
             config.channel_socket,
             loop,
@@ -135,24 +137,24 @@ class ChildMessenger:
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
 
     def missing_socket(self) -> str:
-        """Return the path of a socket that was removed, so that no child can connect to it; "" if none was."""
+        """Return the path of a socket that was removed, so that children cannot connect; "" if no socket is missing."""
         return next((str(path) for path in self._paths if not path.exists()), "")
 
     def set_channel_only(self, name: str, *, is_channel_only: bool = True) -> None:
-        """Record whether a process connects only its channel."""
+        """Record whether a process uses only its channel, without a ZeroMQ connection."""
         if is_channel_only:
             self._channel_only.add(name)
         else:
             self._channel_only.discard(name)
 
     def hold_orders(self, name: str) -> None:
-        """Keep orders to a child of the previous daemon until it has connected again."""
+        """Keep orders to a child of the previous daemon until the child has reconnected."""
         self._held_orders[name] = []
 
     def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
-        """Send an order to a child. The order is lost if the child is exiting; its pidfd then reports the exit."""
+        """Send an order to a child. The order is lost if the child is exiting; the child's pidfd reports the exit."""
         kind = order.__class__
         if kind in _CHANNEL_ORDERS or name in self._channel_only:
             if kind is BeginBatch:
@@ -161,14 +163,14 @@ class ChildMessenger:
         elif name in self._held_orders:
             self._held_orders[name].append(order)
         elif kind is Stop and self.channels.is_open_or_pending(name):
-            # On the channel, the child reads Stop after all earlier orders.
+            # Over the channel, the child receives Stop after all orders that were sent before.
             self.channels.send(name, order, frames)
         else:
             send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
             self._schedule_receive()
 
     def unmap(self, numbers: Iterable[int]) -> None:
-        """Unmap regions of clients' memory in all workers. No later request may name them."""
+        """Unmap regions of clients' shared memory in all workers. Later requests must not name these regions."""
         for number in numbers:
             self.channels.unmap(number)
 
@@ -180,29 +182,29 @@ class ChildMessenger:
         self._schedule_receive()
 
     def remove(self, name: str) -> ProcessEventHandler | None:
-        """Forget a process; return its event handler, or None for a fork server, which has none."""
+        """Forget a process. Return its event handler, or None for a fork server, which has no event handler."""
         self.channels.remove(name)
         self._held_orders.pop(name, None)
         self._channel_only.discard(name)
         return self.handlers.pop(name, None)
 
     def close(self) -> None:
-        """Close all channels. The path of their listener stays for the next daemon."""
+        """Close all channels and their listening socket, whose path stays for the next daemon."""
         self.channels.close()
 
     def _on_messages(self) -> int:
-        """Handle a batch of messages from the socket; return how many there were."""
+        """Handle a batch of messages from the ZeroMQ socket; return the number of messages."""
         now = event_loop.now()
         count = 0
         for received in receive_batch(self._socket):
             count += 1
-            # No child's name contains the replacement for invalid bytes.
+            # A peer name with invalid bytes matches no child, because names never contain the replacement character.
             name = received.peer.decode(errors="replace")
             handler = self.handlers.get(name)
             if handler is not None:
                 message = self._parse_message(name, received)
                 if isinstance(message, Reconnected):
-                    # The child connected its channel before it sent Reconnected.
+                    # The child has connected its channel before it sent Reconnected, so accept the channel first.
                     self.channels.accept()
                 for order in self._held_orders.pop(name, ()):
                     self.send_order(name, order)
@@ -217,7 +219,7 @@ class ChildMessenger:
         if isinstance(message, Forked):
             return _protocol_failure(RemoteProtocolError("forked: expected this message only on the channel"))
         if isinstance(message, Hello):
-            # The kernel knows the sender: it must be the process that was started under that name.
+            # The kernel reports the sender's pid, which must be the pid of the process with this name.
             process = self._process_table.processes.get(name)
             pid, expected = peer_pid(received.identity), None if process is None else process.pid
             if pid not in (None, expected):
@@ -225,7 +227,8 @@ class ChildMessenger:
         return _with_limit_hint(message) if isinstance(message, ProcessFailed) else message
 
     def _name_of(self, pid: int) -> str | None:
-        # A forked child is known only after its parent's reply, which the parent sent before the child could connect.
+        # The pid of a forked child is known only after the reply to the fork request. The reply was sent before the
+        # child could connect, so it can be read now.
         for parent in self._pending_forks.parents():
             self.channels.read_all(parent)
         return self._process_table.find(pid)
@@ -251,12 +254,12 @@ class WorkerChannels:
 
     Args:
         path: the path of the listening socket, accessible to the daemon's user only.
-        loop: reports readable and writable channels.
-        name_of: returns the name of the child with this pid, or None. Connections of other processes are closed.
-        handlers: the event handlers by the name of the child; they receive the replies to requests.
-        on_message: called with the name of a child and a message that is not a reply to a request.
-        on_protocol_error: called with the name of a child and its violation of the protocol, after its channel was
-            closed.
+        loop: watches the channels and the listening socket.
+        name_of: returns the name of the child with this pid; None for any other process, whose connection is closed.
+        handlers: the event handlers, by the name of the child. They receive the replies to inference requests.
+        on_message: called with the name of a child and a message that is not a reply to an inference request.
+        on_protocol_error: called with the name of a child and the error after the child has violated the protocol. The
+            channel of the child is closed before.
         on_message_burst: called before several messages are handled that a child has sent at once.
     """
 
@@ -278,16 +281,16 @@ class WorkerChannels:
         self._on_message = on_message
         self._on_protocol_error = on_protocol_error
         self._on_message_burst = on_message_burst
-        # None: the child has closed its channel. Its pidfd reports the exit.
+        # The channel of each child, by name; None after it was closed. The pidfd of the child reports its exit.
         self._channels: dict[str, Stream | None] = {}
-        # Orders to children whose channel is not connected yet.
+        # Orders to children whose channels are not connected yet, by the name of the child.
         self._held_orders: dict[str, list[tuple[ChildOrder, Sequence[Any], Sequence[SharedRegion]]]] = {}
-        # The regions of clients' memory that each worker has mapped.
+        # The regions of clients' shared memory that each worker has mapped, by the name of the worker.
         self._worker_regions: dict[str, WorkerRegions] = {}
         self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
-        # One `accept` should take all pending channels: a child that sends Reconnected has connected its channel.
+        # Accept all pending channels at once: when a child sends Reconnected, its channel must be among them.
         self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
@@ -295,13 +298,16 @@ class WorkerChannels:
         return self._channels.get(name) is not None
 
     def is_open_or_pending(self, name: str) -> bool:
-        """Return whether a child has a channel or orders that wait for it. Later orders must follow them."""
+        """Return whether a child has an open channel, or orders are held until the child connects its channel."""
         return self.is_open(name) or name in self._held_orders
 
     def send(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
-        """Map the regions in a child and send an order, now or when the channel is writable. Frames are not copied."""
+        """Map regions of clients' shared memory in a child, and send an order to the child.
+
+        If the channel is not writable now, the order is sent later. The frames are not copied.
+        """
         channel = self._channels.get(name)
         if channel is not None:
             try:
@@ -312,27 +318,27 @@ class WorkerChannels:
                 if not channel.send([*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]):
                     self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
             except ConnectionError:
-                # Messages that the child sent before are still read.
+                # The child has closed the channel. `_read` reads the messages that the child sent before.
                 return
         elif name not in self._channels:
             self._held_orders.setdefault(name, []).append((order, frames, regions))
 
     def cork(self, name: str) -> None:
-        """Hold small messages to a child back until the end of this turn of the loop, to send them together."""
+        """Delay small messages to a child until the end of this turn of the event loop, to send them together."""
         channel = self._channels.get(name)
         if channel is not None:
             channel.cork()
             self._loop.call_soon(functools.partial(self._uncork, channel))
 
     def unmap(self, number: int) -> None:
-        """Unmap a region in all workers that have mapped it. No later request may name it."""
+        """Unmap a region of clients' memory in all workers that mapped it. Later requests must not name the region."""
         for name, mapped in self._worker_regions.items():
             channel = self._channels[name]
             if mapped.remove(number) and channel is not None:
                 self.send(name, UnmapRegion(number))
 
     def accept(self) -> None:
-        """Accept the pending channels. The new channel of a child replaces its previous one."""
+        """Accept the pending connections. A new channel replaces the previous channel of the same child."""
         self._acceptor.accept()
 
     def _on_connection(self, connection: socket.socket) -> None:
@@ -365,7 +371,7 @@ class WorkerChannels:
             known.pop(name, None)
 
     def close(self) -> None:
-        """Close all channels and the listener. The path of the listener stays."""
+        """Close all channels and the listening socket. The path of the socket is not removed."""
         for name in self._channels:
             self._close(name)
         self._listener.close()
@@ -378,7 +384,8 @@ class WorkerChannels:
             try:
                 channel.send(encode(MapRegion(memory.number)), (memory.fileno(),))
             except OSError:
-                # No descriptor is left. The worker reports the region as unknown; the next request maps it again.
+                # No free descriptor is left. The worker reports the region as unknown, and the next request maps the
+                # region again.
                 worker_regions.remove(memory.number)
 
     def _close(self, name: str) -> None:

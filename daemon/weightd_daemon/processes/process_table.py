@@ -18,10 +18,10 @@ from weightd_daemon.platform.processes import ChildProcess
 
 
 class ProcessTable:
-    """The running children, by name: watched, signalled and reaped.
+    """Watches, signals and reaps the running child processes.
 
     Args:
-        loop: reports exits.
+        loop: reports the exits of children.
 
     Attributes:
         processes: the running children, by name.
@@ -48,11 +48,14 @@ class ProcessTable:
         return next((name for name, process in self.processes.items() if process.pid == pid), None)
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit. The kernel knows this before it reports the exit."""
+        """Return whether a child is alive. The result is False as soon as the child begins to exit."""
         return name in self.processes and processes.is_alive(self.processes[name])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child. Its exit is attributed to the daemon, unless the child was exiting already."""
+        """Kill a child by SIGKILL or, with `abort`, by SIGABRT.
+
+        `reap` attributes the exit to the daemon, unless the child had begun to exit before.
+        """
         if name in self.processes:
             if self.is_alive(name):
                 self._exit_classifier.record_signal(name)
@@ -80,7 +83,7 @@ def _count_oom_kills() -> int:
 _MAX_RESULT_BYTES = 65536
 
 OneshotResult = Mapping[str, Any]
-"""The output of a helper process; empty without output."""
+"""The JSON object that a helper process has written to stdout; empty if the helper has written none."""
 
 
 def run_oneshot(
@@ -92,14 +95,14 @@ def run_oneshot(
     *,
     stdin_data: bytes = b"",
 ) -> None:
-    """Start a helper whose stdout is a pipe, and report its result after its exit.
+    """Start a helper process whose stdout is a pipe. After its exit, pass its result to `on_result`.
 
     Args:
         process_table: watches the helper.
         name: the name of the helper.
-        argv: the command. Every user of the host can read it.
+        argv: the command line, which every user of the host can read.
         log: the file for the stderr of the helper.
-        on_result: called with the result and the exit cause after the exit.
+        on_result: called after the exit of the helper, with its result and its exit cause.
         stdin_data: the stdin of the helper.
 
     Raises:
@@ -121,7 +124,7 @@ def _on_exit(
 ) -> None:
     exit_cause = process_table.reap(name)
     result: OneshotResult = {}
-    # The pipe is empty but not closed if a process that the helper left behind still holds its writing end.
+    # BlockingIOError: the pipe is empty, but a process that the helper left behind still holds its writing end.
     with contextlib.suppress(BlockingIOError):
         result = _parse_result(os.read(reader, _MAX_RESULT_BYTES))
     os.close(reader)

@@ -1,6 +1,6 @@
-"""Rendezvous of a rank group: the programs of its ranks, its rank table, and the address at which the ranks meet.
+"""Rendezvous of a rank group: how its ranks find each other, through a rank table or the port of a broker.
 
-Each generation has a new rendezvous, so that its ranks never meet the ranks of an earlier generation that was killed.
+Each generation has a new rendezvous, so that its ranks never connect to ranks of an earlier generation that was killed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _HOST = "127.0.0.1"
 # The configuration file in which the driver's tools store the IP addresses of the cards' network ports.
 _HCCN_CONF = Path("/etc/hccn.conf")
 
-# The rank number of a broker.
+# The rank number of a broker in `RendezvousInfo`.
 _NO_RANK = -1
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The address at which the ranks of one generation meet.
+    """The data with which the ranks of one generation find each other.
 
     Attributes:
         port: the port of the broker; 0 without a broker.
@@ -47,9 +47,9 @@ class Rendezvous:
 
 
 def free_port() -> int:
-    """Return an unused port of the loopback address.
+    """Return a port of the loopback address that is free now.
 
-    Another process may bind the port before the broker does. Then the broker fails, and the next generation gets
+    Another process may bind the port before the broker does. The broker then fails, and the next generation gets
     another port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -83,7 +83,7 @@ def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: in
 def rank_program(
     config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Rendezvous
 ) -> WorkerProgram:
-    """Return the program of a rank, or of the broker if `rank` is None."""
+    """Return the model and the settings of a rank, or of the broker if `rank` is None."""
     if config.ranks is None:
         raise ValueError("expected a model with ranks")
     rank_slice = snapshot.slices[rank or 0]
@@ -126,8 +126,9 @@ def _rendezvous_info(
 def _rank_cores(rank: int, size: int) -> str:
     """Return the cores for a rank of a group on the whole CPU; "" if there are fewer cores than ranks.
 
-    The kernel places the ranks near the process that wakes them, often on the same core, where they run one after
-    another while other cores are idle. The rank is pinned after its start, for which it may use all cores.
+    Each rank gets separate cores. Otherwise the kernel places the ranks near the process that wakes them, often on
+    the same core, where they run one after another while other cores are idle. A rank may use all cores while it
+    starts, and is pinned afterwards.
     """
     cores = sorted(allowed_cores())
     cores_per_rank = len(cores) // size

@@ -1,4 +1,4 @@
-"""Snapshot service: has helper processes take and remove the snapshots of models, and then queries their cards."""
+"""Snapshot service: takes snapshots of models in helper processes, then queries the memory of the models' cards."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from weightd_daemon.processes.snapshotter import (
     read_copy_progress,
 )
 
-# Appended to an error if a snapshot in service has vanished and its source cannot be proved to be the same.
+# Appended to the error text if the snapshot of a serving model has vanished and its model file may have changed.
 _REMEDY = "the current workers continue; restore the old file, or load the new one with weightctl update"
 
 
 def snapshot_directory_name(model: str, number: int) -> str:
-    """Return the name of the directory for the snapshot of a model's source of this number."""
+    """Return the name of a snapshot's directory. `number` is the number of the model's source."""
     return f"{model}.v{number}.snapshot"
 
 
@@ -50,7 +50,7 @@ class _PendingSnapshot(NamedTuple):
     expected_sha256: str
 
     def write_audit(self, result: str, detail: str = "", sha256: str = "") -> None:
-        """Write an audit entry for the load; not for a failed update of a client, which has an entry elsewhere."""
+        """Write an audit entry for a load. A failed update by a client is skipped: the update has its own entry."""
         source = self.source
         uid = source.weights_grant.uid if source.weights and source.grant.uid is None else source.grant.uid
         if uid is not None and result != audit.OK:
@@ -61,13 +61,13 @@ class _PendingSnapshot(NamedTuple):
 
 
 class SnapshotService:
-    """Takes and removes snapshots.
+    """Takes and removes the snapshots of models.
 
     Args:
         directory: the parent directory of all snapshots.
         process_table: starts and watches the helper processes.
-        device_probe: queries the cards of a model.
-        defer: calls a function soon with the time, but not before the present call has returned.
+        device_probe: queries the free memory of a model's cards.
+        defer: calls a function with the time, soon but only after the present call has returned.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SnapshotService:
         self._process_table = process_table
         self._device_probe = device_probe
         self._defer = defer
-        # The last snapshot of each source file, by the path of that file.
+        # The latest snapshot of each model file, by the path of the model file.
         self._last_results: dict[str, SnapshotResult] = {}
 
     def take_snapshot(
@@ -92,7 +92,7 @@ class SnapshotService:
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Start to take a snapshot, which fails if the digest is not `expected_sha256`; "" accepts any digest."""
+        """Start to take a snapshot, which fails if its digest is not `expected_sha256`; "" accepts any digest."""
         if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is missing, and that file may have changed; {_REMEDY}"
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))
@@ -133,11 +133,11 @@ class SnapshotService:
             )
 
     def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
-        """Return the progress of a snapshot; None if no copy has begun or the progress is unknown."""
+        """Return how much of a snapshot has been copied; None if the copy has not begun or the progress is unknown."""
         return read_copy_progress(self._files(model, source).copy_progress)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        """Remove a snapshot, and kill the processes that take it."""
+        """Remove a snapshot, and kill the helper processes that are taking it."""
         files = self._files(model, source)
         name = files.directory.name
         for path in [path for path, there in self._last_results.items() if files.directory in Path(there.path).parents]:
@@ -205,7 +205,7 @@ def _models_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFil
 
 
 def _extra_files_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
-    """Return the paths of further files to copy, each with the path of the copy."""
+    """Return the paths of the other files to copy, such as self-test inputs, each with the path of its copy."""
     ranks = config.ranks
     pairs = [(source.weights, files.weights), (selftest.inputs_path(config.selftest), files.sample)]
     if ranks is not None:

@@ -2,8 +2,8 @@
 
 Copying and hashing gigabytes would block the daemon's event loop. The only argument is the pid of the parent. The
 process reads a `SnapshotOrder` as JSON from stdin and not from its command line, which every user of the host can
-read: the order names models. It writes the result of `run_requests` as JSON to stdout, a pipe, and exits with status 1
-after an error. The daemon removes the files of a failed copy.
+read: the order names models. The snapshotter writes the result of `run_requests` as JSON to stdout, a pipe, and exits
+with status 1 after an error. The daemon removes the files of a failed copy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ _FORMAT = struct.Struct("<QQ")
 
 
 class CopyProgress(NamedTuple):
-    """The copied and the total number of bytes. The total is an estimate until all models have been opened."""
+    """The number of bytes copied so far, and the total number of bytes.
+
+    The total is an estimate until all models have been opened.
+    """
 
     copied_bytes: int
     total_bytes: int
@@ -54,8 +57,9 @@ class CopyProgressFile:
     """Writes the progress of a copy to a file.
 
     Args:
-        path: the file; None to write nothing.
-        model_count: the number of models to copy. The total is estimated as if all had the same size.
+        path: the path of the file; None to write no file.
+        model_count: the number of models to copy. The total number of bytes is estimated as if all models had the same
+            size.
     """
 
     def __init__(self, path: Path | None = None, model_count: int = 1) -> None:
@@ -65,12 +69,12 @@ class CopyProgressFile:
         self._copied_bytes = 0
         self._descriptor: int | None = None
         if path is not None:
-            # A copy without progress is better than no copy.
+            # The copy must not fail because its progress cannot be written.
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def start_model(self, nbytes: int) -> None:
-        """Record the start of the next model, whose files have `nbytes` bytes."""
+        """Record that the copy of the next model starts, whose files have `nbytes` bytes."""
         self._started_count += 1
         self._known_bytes += nbytes
 
@@ -90,7 +94,7 @@ class CopyProgressFile:
 
 
 def read_copy_progress(path: Path) -> CopyProgress | None:
-    """Return the progress in a file; None if the file is missing or invalid."""
+    """Return the progress that a `CopyProgressFile` has written; None if the file is missing or invalid."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -112,16 +116,18 @@ _PROGRAM = (
 # See ioctl_ficlone(2).
 _FICLONE = 0x40049409
 
-# Larger blocks leave the processor's cache before they are hashed; with smaller blocks the threads wait more often.
+# Bytes of a block that one thread copies and another thread hashes. Larger blocks leave the processor's cache before
+# they are hashed; with smaller blocks, the threads wait more often.
 _BLOCK_BYTES = 1024 * 1024
 _BLOCKS = 3
 
 
-# A file that was changed within this time before it is read may be changed again within the same tick of the clock,
-# which its times would not show. It may also not be on the disk yet: waiting for that could take as long as a copy.
+# Nanoseconds since the last change of a model file after which the file counts as settled. A later change in the same
+# tick of the clock would not be seen in the times of the file. A recently written file may also not be on the disk yet,
+# and to wait for the disk could take as long as a copy.
 _SETTLED_NS = 60 * 10**9
 
-# tmpfs and ramfs: f_type, the first word of struct statfs. The buffer is larger than the 120 bytes of the structure.
+# The file system types of tmpfs and ramfs. `f_type` is the first word of struct statfs, which has 120 bytes.
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 _STATFS_BYTES = 256
 
@@ -132,9 +138,10 @@ class SnapshotResult(NamedTuple):
     Attributes:
         path: the path of the copied model file.
         sha256: the digest of the model.
-        nbytes: the size of all its files together, in bytes.
+        nbytes: the size of all files of the model together, in bytes.
         identity: a text that changes when a file of the copy is written or replaced.
-        source_identity: the same for the original files; "" if a write to them might not change it.
+        source_identity: a text that changes when an original file is written or replaced; "" if a write might not
+            change the text.
     """
 
     path: str
@@ -149,10 +156,10 @@ class SnapshotRequest(NamedTuple):
 
     Attributes:
         model: the path of the model file.
-        directory: the directory for the copy, which is created.
-        previous: the last snapshot of the same file, as a list of the fields of `SnapshotResult`, or None.
+        directory: the directory to create for the copy.
+        previous: the latest snapshot of the same file, as a list of the fields of `SnapshotResult`, or None.
         expected_sha256: the digest that the model must have; "" for any.
-        grant: the right by which the model was named, as a list of the fields of `Grant`.
+        grant: the right of the user that named the model file, as a list of the fields of `Grant`.
     """
 
     model: str
@@ -163,12 +170,12 @@ class SnapshotRequest(NamedTuple):
 
 
 class SingleFile(NamedTuple):
-    """A single file to copy.
+    """A file to copy that is not part of a model.
 
     Attributes:
         path: the path of the file.
         copy: the path of the copy.
-        grant: the right by which the file was named, as a list of the fields of `Grant`.
+        grant: the right of the user that named the file, as a list of the fields of `Grant`.
     """
 
     path: str
@@ -177,12 +184,12 @@ class SingleFile(NamedTuple):
 
 
 class SnapshotOrder(NamedTuple):
-    """The input of the process.
+    """The input of the snapshotter process.
 
     Attributes:
         requests: the models to copy.
-        progress_path: the file for the progress.
-        files: further files to copy.
+        progress_path: the path of the file to which the progress is written.
+        files: the other files to copy.
     """
 
     requests: Sequence[SnapshotRequest]
@@ -205,12 +212,12 @@ class ModelChanged(ModelFileError):
 
 
 def changed_message(path: object, expected_sha256: str, sha256: str) -> str:
-    """Return the error text for a file that has changed since it was loaded."""
+    """Return the error text for a model file that has changed since the model was loaded."""
     return f"{path}: the file has changed since it was loaded: expected sha256 {expected_sha256:.12}, got {sha256:.12}"
 
 
 def command() -> list[str]:
-    """Return the command that starts the process as a child of this one.
+    """Return the command line that starts the snapshotter as a child of this process.
 
     Python runs isolated and without site-packages, which halves its start-up time.
     """
@@ -227,7 +234,8 @@ def take_snapshot(
 ) -> SnapshotResult:
     """Copy the files of a model into `directory`, read-only. Each file is read once.
 
-    Hard links to the files of `previous` replace the copy if neither the original nor those files have changed since.
+    If the original files and the files of the snapshot `previous` are unchanged since that snapshot, hard links to the
+    files of `previous` replace the copy.
 
     Raises:
         ModelChanged: the model is unchanged since `previous`, whose digest is not `expected_sha256`.
@@ -248,8 +256,8 @@ def take_snapshot(
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
-        # A model file may name further files. Processes read these names in the copy of the model file, so check that
-        # the copy names the same files as the original.
+        # A model file may name further files. The processes of a generation read these names in the copy of the model
+        # file, so check that the copy names the same files as the original.
         copies = model_files(copy, is_own_copy=True)
         original.check_same(copies)
         if copy.suffix == ".mindir":
@@ -261,17 +269,17 @@ def take_snapshot(
 
 
 def _is_settled(model: OpenModel) -> bool:
-    """Return whether every later write to the model's files will change their times.
+    """Return whether every later write to the model's files will change the times of these files.
 
-    A write through a mapping changes the times only if it is the first to its page since the page was written to disk.
-    Therefore all pages are written to disk first.
+    A write through a memory mapping changes the times of a file only if it is the first write to a page after the page
+    was written to disk. Therefore this function first writes all pages to disk.
     """
     newest = max(file.changed_ns for file in model.files)
     return time.time_ns() - newest > _SETTLED_NS and all(_sync_to_disk(model.open(file)) for file in model.files)
 
 
 def _sync_to_disk(file: BinaryIO) -> bool:
-    """Write a file to its disk and close the file. Return False if that fails, or for a file system in memory."""
+    """Write a file to its disk and close the file. Return False if the write fails or the file system is in memory."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     with file:
         try:
@@ -283,7 +291,7 @@ def _sync_to_disk(file: BinaryIO) -> bool:
 
 
 def _link_files(previous: SnapshotResult, copy: Path) -> bool:
-    """Create hard links to the files of an earlier snapshot. Return False if it has changed or cannot be linked."""
+    """Create hard links to the files of an earlier snapshot. Return False if they have changed or cannot be linked."""
     linked: list[Path] = []
     try:
         existing = model_files(Path(previous.path), is_own_copy=True)
@@ -295,7 +303,7 @@ def _link_files(previous: SnapshotResult, copy: Path) -> bool:
             target.hardlink_to(file.path)
             linked.append(target)
     except (ModelFileError, OSError):
-        # The snapshot is being removed, or the file system has no hard links.
+        # The earlier snapshot is being removed, or the file system has no hard links.
         for each in linked:
             each.unlink()
         return False
@@ -365,7 +373,7 @@ def _copy_and_hash(reader: FileIO, writer: FileIO, progress: CopyProgressFile) -
 def run_requests(
     requests: Sequence[SnapshotRequest], files: Sequence[SingleFile] = (), progress: CopyProgressFile | None = None
 ) -> dict[str, Any]:
-    """Take the snapshots and copy the further files; return the result.
+    """Take the snapshots and copy the other files; return the result.
 
     The result has the key `snapshots`, with the fields of each `SnapshotResult` except its path; or the keys `error`,
     `transient` and, if the model does not have the expected digest, `changed`.

@@ -19,12 +19,12 @@ from weightd_daemon.processes.files import GenerationFiles
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """The model and the settings that the processes of one generation run with on one device.
+    """The model and the settings with which the processes of one generation run on one device.
 
-    Holders and workers have the same program. The ranks and the broker of a rank group have one each.
+    Holders and workers have the same program. Each rank and the broker of a rank group have their own program.
 
     Attributes:
-        python: the interpreter.
+        python: the path of the Python interpreter.
         engine: the library that runs the model.
         model: the path of the model file.
         device: the device: the CPU, a set of its cores, or an Ascend card.
@@ -37,11 +37,11 @@ class WorkerProgram:
         environment: the complete environment; None for the environment of the daemon.
         spawn_reason: why the process must not be forked; "" if it may be forked.
         can_be_template: whether workers may be forked from the holder after its build.
-        snapshot_identity: the identity of the snapshot, ":" and its digest. A process that finds the same identity need
-            not read the snapshot to know its digest.
-        sharer_count: the number of processes that share what the holder builds, from which the holder decides whether
-            sharing is worth a process; 0 to share in any case.
-        cores: the cores for all threads; "" for the cores of the daemon.
+        snapshot_identity: the identity of the snapshot's files, ":" and the digest of the model. A process that finds
+            the same identity takes this digest, instead of reading the snapshot to compute it.
+        sharer_count: the number of processes that will share the holder's weights. The holder only shares them if that
+            saves more memory than the holder itself takes; 0 to share in any case.
+        cores: the cores on which all threads run; "" for the cores of the daemon.
         rendezvous: the rendezvous of a rank group; None outside of a rank group.
         rank_table: the content of the generated rank table, or "".
         members_json: the models of a model group, as JSON, or "".
@@ -74,11 +74,13 @@ class ProcessSpec:
 
     Attributes:
         name: a name that no other running child has.
-        command: the interpreter and its module. Every user of the host can read it, so it does not name the model.
-        arguments: the arguments of the module, which the process reads from stdin; its parent's pid is not one of them.
+        command: the command line: the interpreter and the module that it runs. Every user of the host can read the
+            command line, so it does not name the model.
+        arguments: the arguments of the module, which the process reads from stdin. The pid of its parent is not one of
+            them: it is on the command line.
         log: the file for stdout and stderr.
         environment: the complete environment.
-        is_channel_only: whether the process connects only its channel, even if it is spawned.
+        is_channel_only: whether the process uses only its channel, without ZeroMQ, even if it is spawned.
     """
 
     name: str
@@ -94,16 +96,16 @@ class ProcessSpec:
 
     @property
     def stdin_data(self) -> bytes:
-        """The arguments, as the JSON that the process reads from stdin."""
+        """The arguments as JSON, which the process reads from stdin."""
         return json.dumps([*self.arguments]).encode()
 
     def with_origin_note(self, why: str) -> ProcessSpec:
-        """Return the same spec for a process that reports why it was not forked."""
+        """Return the same spec with an argument that tells the process why it was not forked."""
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
 class SurvivingProcess(NamedTuple):
-    """A child that has outlived its daemon. Its pid cannot name another process, because it was not reaped yet."""
+    """A child that has outlived its daemon. No other process can have its pid, because it has not been reaped yet."""
 
     pid: int
     name: str
@@ -111,7 +113,7 @@ class SurvivingProcess(NamedTuple):
 
 
 def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, device: str) -> WorkerProgram:
-    """Return the program of a generation's children on a device."""
+    """Return the program of a generation's holder and workers on a device."""
     return WorkerProgram(
         config.python,
         config.engine,
@@ -145,11 +147,11 @@ def fork_server_spec(python: str, engine: str, name: str, address: str, log: Pat
 
 
 def child_spec(program: WorkerProgram, name: str, role: Role, address: str, files: GenerationFiles) -> ProcessSpec:
-    """Return the spec of a holder, a worker or a rank. All run the same module; its orders decide what it does.
+    """Return the spec of a holder, a worker, a rank or a broker. All of them run the same module.
 
     Args:
-        program: the model and its settings.
-        name: the name of the child, under which it connects.
+        program: the model and the settings of the child.
+        name: the name of the child, with which it identifies itself to the daemon.
         role: the role of the child, visible on its command line.
         address: the address to which the child connects.
         files: the paths of the log, the page store and the rank table.
@@ -196,8 +198,8 @@ def _environment(base: Mapping[str, str] | None, log: Path) -> Mapping[str, str]
     """Return the complete environment of a process.
 
     OpenBLAS and the telemetry of ONNX Runtime must not start threads: only a process with one thread can be forked.
-    Temporary files go to the directory of the log: systemd removes the /tmp of a service with PrivateTmp= when the
-    service is restarted.
+    Temporary files go to the directory of the log. With PrivateTmp=, systemd removes the /tmp of a service when the
+    service is restarted, while holders and workers continue to run.
     """
     overrides = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
     return {**(os.environ if base is None else base), **overrides}

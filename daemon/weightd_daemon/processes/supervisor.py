@@ -37,7 +37,7 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess, WorkerP
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Forked
 
-# Python reports a missing weightd, or a missing dependency of weightd, only as a text on stderr.
+# Matches the text on stderr with which Python reports that weightd, or a dependency of weightd, is not installed.
 _MISSING_MODULE = re.compile(r"No module named '?(weightd|zmq|msgpack|numpy)")
 
 _log = logging.getLogger("weightd")
@@ -46,22 +46,22 @@ _log = logging.getLogger("weightd")
 class ProcessSupervisor:
     """Starts, kills and reaps children, and passes the messages and the exit of each child to its event handler.
 
-    No event handler is called before the call that caused the event has returned.
+    The methods of this class never call an event handler before they return; the event loop calls it later.
 
     Args:
         context: the ZeroMQ context of the children's socket.
-        config: the paths of sockets and files.
-        loop: reports readable descriptors.
+        config: the configuration, with the paths of sockets and files.
+        loop: watches sockets and the exits of processes.
         devices: all devices by name. The memory of a card is queried before the first model is loaded on it.
         launcher: starts holders, workers and fork servers. One-shot helpers are always children of the daemon itself.
-        on_change: called when state has changed that the next daemon needs.
+        on_change: called when the content of the state file for the next daemon has changed.
         on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
         storage: the files of the generations.
         snapshots: takes and removes snapshots of models.
         messenger: sends orders to children and receives their messages.
-        fork_servers: the fork servers.
+        fork_servers: the fork servers for the configured models.
     """
 
     def __init__(  # noqa: PLR0913
@@ -82,7 +82,7 @@ class ProcessSupervisor:
         self._has_changed = False
         self._process_table = ProcessTable(loop)
         self._pending_forks = PendingForks()
-        # The interpreter of each child that this daemon has started.
+        # The path of the interpreter of each child that this daemon has started, by the name of the child.
         self._interpreters: dict[str, str] = {}
         self.storage = GenerationStorage(self._directory)
         self.snapshots = SnapshotService(
@@ -120,12 +120,12 @@ class ProcessSupervisor:
         return not self.messenger.handlers and all(map(self.fork_servers.is_fork_server, self.processes))
 
     def mark_changed(self) -> None:
-        """Record a change of state that the next daemon needs."""
+        """Record that the content of the state file for the next daemon has changed."""
         self._has_changed = True
         self._on_change()
 
     def take_changed(self) -> bool:
-        """Return whether `mark_changed` was called since the last call."""
+        """Return whether `mark_changed` was called since the last call of `take_changed`."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
@@ -136,7 +136,12 @@ class ProcessSupervisor:
     ) -> bool:
         """Take over the children of a generation that the previous daemon has loaded.
 
-        Return False if the page store was changed since then; the children are killed.
+        If the page store has changed since, kill the children instead, and return False.
+
+        Args:
+            event_handler: handles the events of the children.
+            generation: the generation.
+            seal_record: the size and modification time that the page store should have; None without a page store.
         """
         files = self.storage.open(generation)
         self.storage.on_exported(generation)
@@ -166,7 +171,7 @@ class ProcessSupervisor:
         return True
 
     def remove_leftovers(self, children: Collection[str], entries: Collection[str]) -> None:
-        """Kill all other processes and remove all other files of the previous daemon.
+        """Kill the processes and remove the files of the previous daemon that this daemon has not taken over.
 
         Args:
             children: the names of the processes to keep.
@@ -191,7 +196,7 @@ class ProcessSupervisor:
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a holder or a worker: forked from `template` if given, else from a fork server, else spawned."""
+        """Start a child: fork it from `template` if given, else from a fork server if there is one, else spawn it."""
         self.messenger.handlers[name] = event_handler
         self._interpreters[name] = program.python
         try:
@@ -227,11 +232,11 @@ class ProcessSupervisor:
             self._start(process_spec, program.spawn_reason or why)
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit. The kernel knows that before the exit is reported."""
+        """Return whether a child is alive. The result is False as soon as the child begins to exit."""
         return self._process_table.is_alive(name)
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; its exit is reported as usual. `abort`: by SIGABRT, so that the child logs its stacks."""
+        """Kill a child; with `abort`, by SIGABRT, on which it logs its stacks. Its exit is reported as usual."""
         self._cancel_fork(name)
         self._process_table.kill(name, abort=abort)
 
@@ -245,7 +250,7 @@ class ProcessSupervisor:
     # --- internal -------------------------------------------------------------------------------------------------
 
     def _defer(self, callback: Callable[[float], None]) -> None:
-        """Call `callback` with the time after the present call has returned."""
+        """Call `callback` with the time, but only after the present call has returned."""
         self._loop.call_soon(lambda: callback(event_loop.now()))
 
     def _watch(self, name: str, process: ChildProcess) -> None:
@@ -254,7 +259,7 @@ class ProcessSupervisor:
     def _fail_start(
         self, name: str, cause: str, *, transient: bool = False, missing_file: MissingFile = MissingFile.NONE
     ) -> None:
-        """Report a child that could not be started as exited. `transient`: a later attempt may succeed."""
+        """Report the exit of a child that could not be started. `transient`: whether a later attempt may succeed."""
         exit_cause = ExitCause(
             None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file
         )
@@ -271,13 +276,13 @@ class ProcessSupervisor:
             self._fail_start(name, "stopped before it was forked")
 
     def _start(self, process_spec: ProcessSpec, why: str) -> None:
-        """Spawn a child. `why`: the reason why it is not forked."""
+        """Spawn a child. `why`: the reason why the child is not forked."""
         if not process_spec.is_channel_only:
             self.messenger.set_channel_only(process_spec.name, is_channel_only=False)
         try:
             process = self._launcher.start(process_spec.with_origin_note(why))
         except OSError as error:
-            # The error may concern the interpreter, the log, the disk or descriptors: its file name shows which.
+            # The cause may be the interpreter, the log, the disk or a lack of descriptors. The file name shows which.
             python = process_spec.command[0]
             where = "" if error.filename in (None, python) else f": {error.filename}"
             cause = f"cannot start {python}: {error.strerror or error}{where}"
@@ -288,7 +293,7 @@ class ProcessSupervisor:
     def _start_fork_server(self, process_spec: ProcessSpec) -> None:
         name = process_spec.name
         self.messenger.set_channel_only(name)
-        with contextlib.suppress(PathInUse):  # the start then fails with a more precise error
+        with contextlib.suppress(PathInUse):  # the start below fails with a more precise error
             make_directory(self._directory, mode=0o700)
         on_exit = functools.partial(self._on_fork_server_exit, name)
         self._process_table.add(name, self._launcher.start(process_spec), on_exit)
@@ -321,7 +326,8 @@ class ProcessSupervisor:
         if python and _MISSING_MODULE.search(exit_cause.detail):
             hint = f"install weightd there, from a checkout: {python} -m pip install ./weightd"
             exit_cause = dataclasses.replace(exit_cause, detail=f"{exit_cause.detail}; {hint}")
-        # The children that this one was asked to fork are failed first: its handler would otherwise kill them.
+        # Report the pending forks of this process as failed before its exit is handled. Otherwise the event handler of
+        # this process would cancel the forks.
         self._fork_coordinator.on_parent_exit(name)
         if event_handler is not None:
             event_handler.on_exit(name, exit_cause, event_loop.now())

@@ -1,9 +1,10 @@
 """Scheduling of inference requests, from the queue of a model to the one reply that each request gets.
 
-A request is the message of one client. A batch is what runs at once: one or more items, each of which is a request or
-some rows of one. A slot is where a batch runs: one process, or several that compute together.
+A request is one inference message of a client. A batch is the unit that a slot runs at once: one or more batch items,
+each of which is a whole request or some rows of a request. A slot is one worker process, or several processes that run
+each batch together.
 
-The modules of this package decide and count; callers pass events and the time. They start no processes and open no
-sockets. This package may import `config`, `platform`, `counters`, `tenants` and the protocol. `generations` and this
-package do not import each other.
+The modules of this package decide and count. They start no processes, open no sockets and read no clock: callers pass
+events and the time. This package may import `config`, `platform`, `counters`, `tenants` and `weightd_protocol`.
+`generations` and this package do not import each other.
 """

@@ -1,4 +1,4 @@
-"""Batches: the unit that a slot runs at once. A batch has one or more items: requests, or some rows of one."""
+"""Batches: the unit that a slot runs at once. A batch has one or more items: whole requests, or parts of a request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from weightd_protocol import limits
 
 _ALL_ROWS = range(limits.MAX_DIM)
 
-# Items of split requests are numbered from here on. Request numbers stay below.
+# Parts of split requests are numbered from this number on. Numbers of requests are always smaller.
 FIRST_SPLIT_NUMBER = 2**62
 
 
 @dataclass(eq=False, slots=True)
 class BatchItem:
-    """A whole request, or some of its rows.
+    """The part of a batch that belongs to one request: the whole request, or some of its rows.
 
     Attributes:
-        number: identifies the item in messages to the slot; the request's number if the item is the whole request.
-        request: the request.
-        split: the split request; None if the item is the whole request.
-        first_row: the first of the item's rows, for a split request.
-        rows: the number of rows, if it is known.
+        number: identifies the item in messages between the daemon and the slot; equals the request's number if the item
+            is the whole request.
+        request: the request whose rows the item contains.
+        split: the state of the split request; None if the item is the whole request.
+        first_row: the index, within a split request, of the item's first row.
+        rows: the number of the item's rows; 0 if unknown.
     """
 
     number: int
@@ -38,7 +39,7 @@ class BatchItem:
 
     @property
     def row_range(self) -> range:
-        """The rows of the request that the item covers. For a whole request, the range is larger than any request."""
+        """The range of the request's rows in this item; for a whole request, a range larger than any request."""
         return _ALL_ROWS if self.split is None else range(self.first_row, self.first_row + self.rows)
 
     @property
@@ -54,20 +55,22 @@ _NOT_STARTED = float("inf")
 class Batch:
     """One or more items that a slot runs at once; the slot answers each item separately.
 
-    If a slot dies of a batch, hangs in it or rejects it, and the batch has a single item, then that request is the
-    cause. A batch of several items does not reveal the cause, so each of its items runs again alone.
+    If a slot crashes, hangs or returns an error while it runs a batch with a single item, the item's request is
+    considered the cause. A batch of several items does not show which item is the cause, so each of its items runs
+    again alone.
 
     Attributes:
         number: the number of the first item, which identifies the batch.
-        items: the unanswered items, by number.
-        item_count: the number of items that the batch started with.
-        batch_key: the common form of the requests, if they have rows.
-        rows: the total number of rows.
-        charge: the batch's charge on the clock of its device, while there are several tenants.
-        answered_items: the answered items except the last one.
-        is_time_recorded: whether the batch's run time has been recorded.
-        is_long: whether the batch is expected to run longer than other tenants should have to wait.
-        started_at: when the batch began to run, in monotonic seconds; infinity while it is queued at its slot.
+        items: the items that the slot has not answered yet, by item number.
+        item_count: the number of items from which the batch was formed.
+        batch_key: the form of inputs and outputs that the requests have in common; None for a request without rows.
+        rows: the total number of rows of all items.
+        charge: the device time that is charged to the batch's tenants; None while there is only one tenant.
+        answered_items: the answered items, without the item whose answer completed the batch.
+        is_time_recorded: whether the batch's run time has been added to the usage of its tenants.
+        is_long: whether the batch is expected to run longer than other tenants should have to wait for a slot.
+        started_at: when the slot started the batch, in monotonic seconds; infinity while the batch is queued at its
+            slot.
     """
 
     number: int
@@ -83,19 +86,20 @@ class Batch:
 
     @classmethod
     def from_items(cls, items: Sequence[BatchItem], batch_key: BatchKey | None = None, rows: int = 0) -> Batch:
-        """Return a batch of these items."""
+        """Return a batch of these items. The number of the first item becomes the number of the batch."""
         return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
 
     @property
     def has_started(self) -> bool:
-        """Whether the batch runs, as far as the daemon can tell."""
+        """Whether the slot has started the batch, as far as the daemon can tell."""
         return self.started_at != _NOT_STARTED
 
     def record_time(self, seconds: float, last: BatchItem | None = None) -> None:
-        """Charge the seconds for which the batch held its slot. Only the first call counts.
+        """Charge the batch's tenants for the seconds for which the batch held its slot. Only the first call counts.
 
-        The time is divided among the usage of the batch's tenants by rows, whatever ended the batch. `last` is the item
-        that was answered last, if all items were answered.
+        The seconds are divided among the items in proportion to their rows, and added to the usage of each item's
+        tenant, no matter whether the slot answered, crashed or hung. `last` is the item that was answered last; None if
+        the slot has not answered all items.
         """
         if self.is_time_recorded:
             return
@@ -109,7 +113,7 @@ class Batch:
             item.request.usage.add_run(share, 0 if item.number in self.items else item.rows)
 
     def isolate_requests(self) -> None:
-        """Isolate the unanswered requests, so that each of them runs alone when it runs again."""
+        """Mark the unanswered requests as isolated: when they run again, each of them runs alone."""
         for request in self.requests:
             isolate(request, Isolation.ALONE)
 
@@ -119,10 +123,10 @@ class Batch:
         return next(iter(self.items.values())).request if self.item_count == 1 else None
 
     def item_of(self, request: Request) -> BatchItem | None:
-        """Return the unanswered item of a request, or None."""
+        """Return the unanswered item of a request; None if the batch has no such item."""
         item = self.items.get(request.number)
         if item is None and self.number >= FIRST_SPLIT_NUMBER:
-            # A batch with a part of a split request has no other item.
+            # The number of a part differs from the request's number. A batch with a part has no other item.
             item = next((each for each in self.items.values() if each.request is request), None)
         return item
 
@@ -138,7 +142,7 @@ class Batch:
 
     @property
     def origins(self) -> set[ClientOrigin]:
-        """The clients of the unanswered items."""
+        """The clients that sent the requests of the unanswered items."""
         return {request.origin for request in self.requests}
 
     @property
@@ -153,34 +157,39 @@ class Batch:
 
 
 def record_death(batches: Sequence[Batch]) -> None:
-    """Count a lost slot in the usage of the tenant whose requests these batches had, if all belong to one tenant."""
+    """Count a lost slot in the usage of the tenant that sent the requests of these batches, if it was only one."""
     usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
     if len(usages) == 1:
-        # With several tenants, the cause cannot be determined.
+        # If several tenants sent the requests, the daemon cannot tell whose request was the cause.
         [usage] = usages.values()
         usage.unexpected_exits += 1
 
 
 class OutputBufferLeases:
-    """Tracks which worker processes of a model may still write to output memory of clients.
+    """Tracks which worker processes of a model may still write outputs to the shared memory of clients.
 
     A worker that has started a request cannot be stopped: the worker writes the outputs to the client's memory even if
     the request has ended long before. Nor does the daemon know whether a worker has already started a request that the
-    daemon recalls. Only the worker's answer or exit proves that it no longer writes.
+    daemon recalls. Only the worker's answer or exit proves that the worker no longer writes.
 
     Two processes never write to the same memory. If an item runs again while its first worker may still write, the
-    second worker answers in frames. Parts of a split request write to separate ranges. The pending writes are stored
-    with the request, because the request may end at another model than it started at.
+    second worker sends the outputs in message frames instead. The parts of a split request write to separate ranges.
+    Pending writes are stored in the request (`Request.pending_writes`), because a reload may move the request to
+    another dispatcher.
 
     Attributes:
-        leases: items with output memory, by process and item number. While it is empty, callers can skip `release`.
+        leases: the items whose outputs a process may still write, by process and item number. While this dictionary is
+            empty, callers can skip `release`.
     """
 
     def __init__(self) -> None:
         self.leases: dict[tuple[str, int], BatchItem] = {}
 
     def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
-        """Record that processes get an item with output memory; return whether they may write to that memory."""
+        """Record that processes get an item with output memory; return whether they may write to that memory.
+
+        The result is False if another process may still write the same rows of the request.
+        """
         rows, request = item.row_range, item.request
         if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):
             return False
@@ -190,10 +199,11 @@ class OutputBufferLeases:
         return True
 
     def release(self, process: str, number: int) -> list[Request]:
-        """Record that a process no longer writes for an item.
+        """Record that a process no longer writes the outputs of an item.
 
         Returns:
-            The request, if it has ended and no process writes for it any more.
+            The item's request, in a list, if the request has ended and no process may write its outputs any more;
+            otherwise an empty list.
         """
         item = self.leases.pop((process, number), None)
         if item is None:
@@ -204,5 +214,5 @@ class OutputBufferLeases:
         return [request] if request.may_still_write and not request.pending_writes else []
 
     def release_process(self, process: str) -> list[Request]:
-        """Record that a process has exited; return the requests whose clients must be notified."""
+        """Record that a process has exited; return the ended requests whose outputs no process may write any more."""
         return [request for key in list(self.leases) if key[0] == process for request in self.release(*key)]

@@ -1,7 +1,7 @@
 """Forms the batches of one model: chooses the slot of a request and the requests that share its batch.
 
-`batching.policy` decides which requests may share a batch, `batching.former` which of them do. A request with more rows
-than a batch may have is split, see `batching.split`.
+`batching.policy` decides which requests may share a batch, and `batching.former` selects the requests of each batch. A
+request with more rows than a batch may have is split (`batching.split`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol import limits
 
-# The time in seconds for which the peak number of concurrent requests is remembered.
+# Minimum seconds for which the peak number of concurrent requests is remembered.
 _PEAK_WINDOW_S = 1.0
 
 
@@ -31,8 +31,8 @@ class BatchFormer:
     """Chooses the slot for a request and forms the request's batch.
 
     Args:
-        queue: the queue of the model.
-        turns: the order of the queue.
+        queue: the request queue of the model.
+        turns: determines the order in which queued requests run.
         slots: the slots of the model.
         times: durations of earlier batches.
         tenancy: limits the duration of a batch while several tenants send requests.
@@ -60,11 +60,12 @@ class BatchFormer:
     def choose_slot(self, request: Request, split: SplitRequest | None, now: float) -> Slot | None:
         """Return the least loaded slot that accepts the request; None if there is no such slot.
 
-        A request whose batch may still grow is not queued behind a busy slot.
+        A request is not queued behind a busy slot while later requests could still join its batch.
 
         Args:
             request: the request to assign.
-            split: its state if it is split and has started: the other rows run on slots with the same policy.
+            split: the state of the request if some of its rows have been assigned to a slot: the other rows must run on
+                slots with the same batching policy. None for other requests.
             now: the time in monotonic seconds.
         """
         least_loaded, min_load = None, float("inf")
@@ -105,7 +106,7 @@ class BatchFormer:
         return Batch.from_items(items, batch_key, group.rows), False
 
     def start_split(self, request: Request, policy: BatchingPolicy, batch_key: BatchKey) -> SplitRequest:
-        """Start to run a request in parts."""
+        """Create the state of a request that will run in parts, and register the request as split."""
         split = self._queue.splits[request.number] = SplitRequest(request, policy, batch_key)
         self._execution_counters.split_requests += 1
         return split
@@ -120,7 +121,7 @@ class BatchFormer:
         return Batch.from_items([item], split.batch_key, rows)
 
     def _can_queue_behind(self, slot: Slot, request: Request, now: float) -> bool:
-        """Return whether the request may be queued at the slot, because no later request could join its batch."""
+        """Return whether the request may be queued behind the slot's batches: no later request could join its batch."""
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
         if batch_key is None:
             return True
@@ -133,10 +134,11 @@ class BatchFormer:
         return SlotConstraints(slot.policy, expected_s, max_requests, max_s)
 
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
-        """Return how many requests may share the batch: the concurrent requests divided by the slots that will be free.
+        """Return the maximum number of requests in a batch, so that all free slots get some of the requests.
 
-        A slot counts as free if it finishes before this slot would have run all queued requests. The number of requests
-        is the recent peak, because clients that have just been answered often send the next request.
+        This is the number of concurrent requests, divided by the number of slots that will be free. Another slot counts
+        as free if it will finish its batches before `slot` could have run all queued requests. The number of concurrent
+        requests is the recent peak, because clients that have just been answered often send the next request.
         """
         slots = self._slots.merging.values()
         running = sum(batch.item_count for each in slots for batch in each.batches.values())
@@ -147,7 +149,7 @@ class BatchFormer:
         return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
     def _free_at(self, slot: Slot) -> float:
-        """Return when a slot will have run all its batches; infinity if that is unknown."""
+        """Return when a slot will have run all its batches, in monotonic seconds; infinity if the time is unknown."""
         free_at = slot.busy_since if slot.batches else -math.inf
         for batch in slot.batches.values():
             if batch.batch_key is None:

@@ -1,6 +1,6 @@
 """Accepts the requests for one model, dispatches them to workers and sends one reply to each.
 
-    enqueue   `Dispatcher.infer` checks and starts a request or queues it (`Scheduler.submit`: unless the queue is full)
+    enqueue   `Dispatcher.infer` checks a request, and starts it or queues it (`Scheduler.submit`)
     dispatch  `Dispatcher.dispatch` starts all batches that can run now; `Scheduler` selects them
     execute   `BatchSender` sends a batch to the processes of its slot
     reply     `BatchResults` handles the processes' results, and `Replies` ends each request with its result or an error
@@ -38,7 +38,7 @@ from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, 
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import BeginBatch, Built, CancelPredict, Predict
 
-# Maximum number of times that dispatching is postponed for requests that have just arrived.
+# Maximum number of turns of the event loop for which dispatching is postponed while new requests arrive.
 _MAX_GATHER_ROUNDS = 64
 
 
@@ -51,7 +51,7 @@ class SharedScheduling:
         tenant_offenders: the tenants whose requests have crashed slots.
         client_log: the rate-limited log of client events.
         counters_of: called with the name of a model; returns the model's counters.
-        users: the tenants that use the slots, where several models share their processes.
+        users: for the models of a model group, the tenants that use the processes of the group; None for other models.
     """
 
     clocks: FairClocks = field(default_factory=FairClocks)
@@ -66,7 +66,7 @@ class DispatcherStatus(NamedTuple):
 
     Attributes:
         queued: the number of queued requests.
-        running: the number of requests at slots.
+        running: the number of unfinished requests at slots.
         failed: the number of accepted requests that ended in an error.
         latencies: the latencies of the answers.
         quarantined: the number of contents in quarantine.
@@ -91,7 +91,7 @@ class Dispatcher:
         config: the configuration of the model.
         response_sink: sends replies to clients.
         send_order: sends an order to a process, with its frames and memory regions.
-        schedule_by: called with a time that may be sooner than `next_event_at` was.
+        schedule_by: called with the time of the next event, which may be sooner than `next_event_at` was.
         shared: the objects that the dispatchers of all models share.
 
     Attributes:
@@ -143,8 +143,8 @@ class Dispatcher:
         self.processes = SlotProcesses(self._scheduler, self._isolator, self.results, send_order, self.dispatch)
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
-        # Whether dispatching is postponed so that more requests can join the batches, and whether any have arrived
-        # since the last look.
+        # Whether dispatching is postponed so that more requests can join the batches, and whether a request has arrived
+        # since the last call of `dispatch_gathered`.
         self._is_gathering = False
         self._has_new = False
         self._gather_rounds = 0
@@ -153,14 +153,14 @@ class Dispatcher:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def infer(self, request: Request, now: float) -> None:
-        """Accept a request. While the model loads, the request is queued; it is checked once the signature is known.
+        """Accept a request. While the model loads, the request is queued, and checked once the signature is known.
 
         Raises:
             RequestError: the request is refused.
         """
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
-        # The decoder returns the same object for equal bytes, so most descriptions were checked before.
+        # The decoder returns the same object for equal bytes, so most description objects were checked before.
         checked = self.signature.checked.get(id(request.description))
         request.description = self.signature.check_request(request.description) if checked is None else checked[1]
         scheduler, tenant = self._scheduler, request.tenant
@@ -181,7 +181,7 @@ class Dispatcher:
             self.dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
-        """End a request that its client has cancelled."""
+        """End the requests of a client that have this id, because the client has cancelled them."""
         error = Cancelled("cancelled by the client")
         self._replies.fail_all([(each, error) for each in self._scheduler.end_of_client(client, request_id)])
         self.dispatch(now)
@@ -194,7 +194,7 @@ class Dispatcher:
         self.dispatch(now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse the matching queued requests at once, because their memory is needed. Requests at slots continue."""
+        """Refuse matching queued requests at once, because their memory is needed. Running requests continue."""
         self._replies.fail_pending(should_reject)
         for request in self._scheduler.take_matching(should_reject):
             self._replies.fail(request, error)
@@ -211,11 +211,11 @@ class Dispatcher:
         sender.cancel(running.take_recalled())
 
     def dispatch_gathered(self, now: float) -> None:
-        """Dispatch the queued requests, unless requests that have just arrived may still join a batch.
+        """Dispatch the queued requests, or wait for another turn of the event loop because more requests may arrive.
 
-        Where requests share batches, the dispatcher waits for another turn of the loop (never for a time) while turns
-        bring new requests and a batch has room for more: `_MAX_GATHER_ROUNDS` turns at most, since requests may end as
-        fast as new ones arrive.
+        The dispatcher waits while each turn brings new requests and a batch has room for more, but for at most
+        `_MAX_GATHER_ROUNDS` turns, because requests may end as fast as new ones arrive. It never waits for a fixed
+        time.
         """
         if self._has_new and self._gather_rounds < _MAX_GATHER_ROUNDS and self._scheduler.may_gather:
             self._has_new = False
@@ -226,9 +226,9 @@ class Dispatcher:
             self.dispatch(now)
 
     def expire(self, now: float, explain_error: Callable[[RequestError], RequestError]) -> None:
-        """End requests whose deadlines have passed, and continue pending failures and content checks.
+        """End requests whose deadlines have passed; send more pending error replies, and continue content checks.
 
-        An expired request ends with the error that `explain_error` returns for it.
+        `explain_error` is called with the error of each expired request, and returns the error to send.
         """
         self._replies.fail_some()
         for request, error in self._scheduler.expire(now):
@@ -236,7 +236,7 @@ class Dispatcher:
         self._isolator.continue_fingerprint(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """Bring the deadlines of requests forward by the seconds for which the daemon did not run."""
+        """Bring the deadlines of requests forward by the seconds for which the daemon was suspended."""
         self._scheduler.on_suspended(seconds, now)
 
     # --- model --------------------------------------------------------------------------------------------------
@@ -258,15 +258,15 @@ class Dispatcher:
         self.metadata.reply_all()
 
     def on_model_replaced(self, built: Built | None) -> None:
-        """Accept the signature of a new model version, which may support more sizes, and clear the fault isolation."""
+        """Accept the signature of a new model version, which may support more sizes, and reset the fault isolation."""
         self._isolator.clear()
         if built is not None:
             self.signature.on_built(built)
 
     def set_unavailable(self, make_error: Callable[[], RequestError] | None, *, fails_waiting: bool = False) -> None:
-        """Refuse all further requests with an error that this function makes; None: accept requests again.
+        """Refuse all further requests with the error that `make_error` returns. With None, accept requests again.
 
-        With `fails_waiting`, the queued requests and metadata requests end with the error, too.
+        With `fails_waiting`, the queued requests and metadata requests end with this error, too.
         """
         self.metadata.make_unavailable = make_error
         if make_error is not None and fails_waiting:
@@ -297,7 +297,7 @@ class Dispatcher:
         self._replies.fail_all([(each, error) for each in self._scheduler.take_all_waiting()])
 
     def hand_over(self) -> None:
-        """End all requests, because the daemon exits before its workers."""
+        """End all requests in an error, because the daemon restarts and its workers keep running."""
         self._isolator.fail_pending()
         error = Unavailable("weightd is restarting")
         self._replies.fail_all([(each, error) for each, _ in self._scheduler.end_matching(lambda _: True)])
@@ -317,12 +317,12 @@ class Dispatcher:
 
     @property
     def queued_by_tenant(self) -> Mapping[Tenant, int]:
-        """The number of queued requests of each tenant, at the cost of a look at each tenant."""
+        """The number of queued requests of each tenant."""
         return self._queue.counts_by_tenant
 
     @property
     def next_event_at(self) -> float:
-        """The earliest time at which anything is due, in monotonic seconds."""
+        """The earliest time at which the dispatcher has something to do, in monotonic seconds."""
         if self._is_gathering or self._replies.is_pending or self._isolator.has_work:
             return AT_ONCE
         ping_at, event_at = self.processes.next_ping_at, self._scheduler.next_event_at
@@ -350,7 +350,7 @@ class Dispatcher:
                 self.dispatch(now)
 
     def _gather(self, request: Request, now: float) -> None:
-        """Queue a request that may share its batch; it starts after all messages that have arrived are read."""
+        """Queue a request that may share a batch; batches are formed after the daemon has read all arrived messages."""
         try:
             self._scheduler.submit(request, now, can_evict=False)
         except ResourceExhausted:
@@ -428,7 +428,7 @@ class BatchSender:
         frames: Sequence[Any],
         locations: TensorLocations,
     ) -> None:
-        """Send an item to all processes of a slot. At most one of them may write to output memory of the client."""
+        """Send an item to all ranks of a slot. At most one rank may write outputs to the client's shared memory."""
         step, reply_process = lockstep.start(item.number), lockstep.reply_process
         read_only = locations.without_outputs() if locations.outputs else locations
         # Output memory that overlaps an input is not used: another process may still have to read the input.
@@ -443,7 +443,7 @@ class BatchSender:
 
 
 def _row_limits(config: ModelConfig) -> RowLimits:
-    """Return the row limits of a model: as many rows as it can run, in parts if requests are split."""
+    """Return the limits for a request's rows: from `split` if requests are split, otherwise from `batching.sizes`."""
     sizes = config.batching.sizes
     if config.split.part_rows:
         return RowLimits(config.split.max_rows, "split.max_rows", sizes)

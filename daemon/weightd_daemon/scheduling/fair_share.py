@@ -1,16 +1,18 @@
-"""Fair shares of device time among tenants: start-time fair queueing with costs that are measured afterwards.
+"""Fair shares of device time among tenants: start-time fair queueing with costs that are measured after each batch.
 
-Each device has a clock of virtual time, for all models that run there. A tenant's account on the clock is the number of
-seconds that it has used, divided by its weight; of the tenants with requests in the queue, the one with the least is
-next. A batch is charged an estimate when it starts, so that a tenant with several batches in a row does not seem to
-have used nothing; when the batch ends, the measured time replaces the estimate. A tenant that was idle starts at the
-current value of the clock: idleness gives no credit.
+Each device has a clock of virtual time, for all models that run on the device. A tenant's account on the clock is the
+number of device seconds that the tenant has used, divided by the tenant's weight. Of the tenants with queued requests,
+the one with the lowest account is next.
+
+When a batch starts, its expected time is added to the tenant's account, so that the tenant's running batches count.
+When the batch ends, the measured time replaces the expected one. The account of a tenant that was idle continues at the
+current virtual time, so that a tenant gets no credit for being idle.
 
 A running batch cannot be stopped. A batch that takes much longer than the batches of other tenants therefore must not
 take the last worker of a model; `Durations` and `Users` determine which batches are long. Nothing is measured while
 only one tenant sends requests.
 
-The classes have no clock; callers pass the time.
+The classes do not read the system's clock; callers pass the time.
 """
 
 from __future__ import annotations
@@ -22,29 +24,30 @@ from dataclasses import dataclass
 from weightd_common.devices import CPU, is_cpu
 from weightd_daemon.tenants.tenant import Tenant
 
-# A tenant stays active for this many seconds after each request. A tenant that sends a request now and then would
-# otherwise find all workers busy each time.
+# Seconds for which a tenant counts as active after each request. With a shorter period, a tenant that sends only
+# occasional requests would find all workers held by long batches of others each time.
 ACTIVE_S = 60.0
 
-# A batch is long if it takes more than this many times as long as a batch of another tenant.
+# A batch is long if it takes more than this multiple of the mean batch duration of another active tenant.
 _LONG_FACTOR = 2.0
 
-# A measured time is replaced by a shorter one only after this many times its own length. A tenant that sends short
-# requests for a while to hide a long one can thereby gain at most a hundredth of the time.
+# A measured duration counts for this multiple of itself. So a tenant that sends short requests until a long one is
+# forgotten can use long requests for at most a hundredth of the time.
 _RETENTION_FACTOR = 100.0
 
-# The weight of the latest batch in the mean of a tenant.
+# Weight of the latest batch in the exponentially weighted mean of a tenant's batch durations.
 _WEIGHT = 0.2
 
 
-# The maximum time that a queued tenant is owed because others had more, in seconds of the device. A tenant may have
-# waited for a model with few slots; without this limit it would later hold all slots of another model for as long.
+# Maximum device seconds that a waiting tenant is owed because other tenants used the device. Without this limit, a
+# tenant that has waited long for a model with few slots would later hold all slots of another model for as long.
 MAX_CREDIT_S = 1.0
 
-# The time in seconds after requests of two tenants for which the scheduler assumes several tenants.
+# Seconds for which the scheduler assumes several tenants after requests of two tenants have arrived.
 MULTI_TENANT_HOLD_S = 10.0
 
-# Unused accounts are removed when there are at least this many, and twice as many as after the last removal.
+# Unused accounts are removed when a clock has at least this number of accounts, and twice the number that remained
+# after the last removal.
 _MIN_SHARES = 16
 
 
@@ -53,13 +56,13 @@ class _TenantShare:
     """A tenant's account on the clock of one device.
 
     Attributes:
-        virtual_s: the time of ended batches, in seconds divided by the weight.
-        weight: the weight by which that time was divided.
-        pending_s: the estimated seconds of running batches.
+        virtual_s: the time that ended batches have used, in device seconds divided by the weight.
+        weight: the tenant's weight by which `virtual_s` was divided.
+        pending_s: the expected device seconds of running batches.
         active_count: the number of models for which the tenant has runnable requests on the device, plus its running
             batches.
-        last_batch_number: the number of the tenant's last batch. Of two tenants with equal time, the one with the older
-            batch is next.
+        last_batch_number: the number of the batch that the tenant started last. Of two tenants with equal accounts, the
+            one with the lower number is next.
     """
 
     virtual_s: float
@@ -70,11 +73,11 @@ class _TenantShare:
 
 
 class FairClock:
-    """The virtual time of one device, and the accounts of the tenants that use it."""
+    """The virtual time of one device, and the accounts of the tenants that use the device."""
 
     def __init__(self) -> None:
-        # The virtual time of the tenant whose batch started last. It contains no estimates, because a wrong one would
-        # remain.
+        # The account of the tenant whose batch started last, without the estimates for running batches: the virtual
+        # time never decreases, so that an estimate that is too high could not be corrected.
         self._virtual_time = 0.0
         self._shares: dict[Tenant, _TenantShare] = {}
         self._batch_numbers = itertools.count(1)
@@ -98,7 +101,7 @@ class FairClock:
         tenant_share = self._shares[tenant]
         tenant_share.active_count -= 1
         if not any(each.active_count for each in self._shares.values()):
-            # The device is idle, so no tenant is ahead of another.
+            # The device is idle, so no tenant has to wait for another. All accounts can be dropped.
             self._virtual_time = max(self._virtual_time, *(each.virtual_s for each in self._shares.values()))
             self._shares.clear()
 
@@ -114,7 +117,8 @@ class FairClock:
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
         """Charge a batch that starts now and is expected to take `expected_s` seconds.
 
-        `shares` has each tenant's share of the batch; the first tenant is the one whose turn it was.
+        `shares` has each tenant's fraction of the batch. The first tenant is the one whose turn it was: the virtual
+        time advances to this tenant's account.
         """
         virtual_time, batch_number = self._virtual_time, next(self._batch_numbers)
         entries: list[tuple[Tenant, float, float]] = []
@@ -131,7 +135,7 @@ class FairClock:
         return Charge(self, entries)
 
     def finish_batch(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
-        """Replace the estimates of a batch by the measured time."""
+        """Replace the expected seconds that were charged for a batch by its measured time."""
         for tenant, share, guessed in entries:
             tenant_share = self._share_of(tenant)
             tenant_share.pending_s = max(0.0, tenant_share.pending_s - guessed)
@@ -142,8 +146,9 @@ class FairClock:
     def _share_of(self, tenant: Tenant) -> _TenantShare:
         """Return the existing account of a tenant, adjusted to the tenant's current weight.
 
-        If the weight has changed, the distance from the clock in device seconds stays the same: a tenant that gets a
-        higher weight does not wait for time that it used with the lower one.
+        If the weight has changed, the account is converted so that its distance from the virtual time stays the same
+        number of device seconds. Otherwise a tenant whose weight is raised would have to wait longer for the time that
+        it used before.
         """
         tenant_share, weight = self._shares[tenant], tenant.config.weight
         if tenant_share.weight != weight:
@@ -154,7 +159,7 @@ class FairClock:
         return tenant_share
 
     def _drop_inactive(self) -> None:
-        """Remove the accounts of inactive tenants that would start at the clock's time again."""
+        """Remove the accounts of inactive tenants that are not above the virtual time, at which new accounts start."""
         if len(self._shares) < self._drop_size:
             return
         shares = {
@@ -171,7 +176,7 @@ class Charge:
 
     Args:
         clock: the clock of the batch's device.
-        entries: for each tenant its share of the batch and the estimated seconds that were charged.
+        entries: each tenant of the batch, with the tenant's fraction of the batch and the expected seconds charged.
     """
 
     __slots__ = ("_clock", "_entries")
@@ -181,7 +186,7 @@ class Charge:
         self._entries = entries
 
     def settle(self, seconds: float) -> None:
-        """Record that the batch has ended and has used its slot for `seconds`."""
+        """Record that the batch has ended, and replace the charged estimates by the measured `seconds`."""
         self._clock.finish_batch(self._entries, seconds)
 
 
@@ -189,13 +194,14 @@ class FairClocks:
     """The clocks of all devices, shared by all models. The CPU is one device, whatever set of its cores a model uses.
 
     Args:
-        max_batch_s: the approximate maximum duration of shared batches and parts of split requests while another tenant
-            waits, in seconds.
+        max_batch_s: the maximum expected seconds of a shared batch, or of a part of a split request, while another
+            tenant waits.
 
     Attributes:
         max_batch_s: as above.
-        last_tenant: the tenant of the last request; None before the first.
-        multi_tenant_until: until when several tenants are assumed. With a single tenant, nothing is charged.
+        last_tenant: the tenant of the last request; None before the first request.
+        multi_tenant_until: the time until which the scheduler assumes that several tenants send requests. With a single
+            tenant, nothing is charged.
     """
 
     def __init__(self, max_batch_s: float = 0.1) -> None:
@@ -223,17 +229,17 @@ class FairClocks:
 class ActiveTenants:
     """The tenants with runnable requests for one model, kept up to date on the clocks of the model's devices.
 
-    A batch is charged before `update` runs, so that a tenant whose last request has just started stays active
-    throughout.
+    Callers charge a batch before they call `update`, so that a tenant stays active without a gap when its last queued
+    request starts.
 
     Args:
-        is_waiting: called with a tenant; returns whether it has runnable requests.
+        is_waiting: called with a tenant; returns whether the tenant has runnable requests.
     """
 
     def __init__(self, is_waiting: Callable[[Tenant], bool]) -> None:
         self._is_waiting = is_waiting
         self._active: set[Tenant] = set()
-        # Tenants whose state may have changed since the last update.
+        # Tenants that may have become active or inactive since the last call of `update`.
         self._changed_tenants: set[Tenant] = set()
         self._clocks: tuple[FairClock, ...] = ()
 
@@ -242,7 +248,7 @@ class ActiveTenants:
         self._changed_tenants.add(tenant)
 
     def set_clocks(self, clocks: Iterable[FairClock]) -> None:
-        """Replace the clocks, because the model runs on other devices now. Each clock is given once."""
+        """Replace the clocks, because the set of the model's devices has changed. `clocks` has no duplicates."""
         self.update()
         old_clocks, self._clocks = self._clocks, tuple(clocks)
         for tenant in self._active:
@@ -252,7 +258,7 @@ class ActiveTenants:
                 clock.remove_active(tenant)
 
     def update(self) -> set[Tenant]:
-        """Update the active tenants on the clocks, and return these tenants."""
+        """Update the clocks to the tenants that have runnable requests now, and return these tenants."""
         while self._changed_tenants:
             tenant = self._changed_tenants.pop()
             is_waiting = self._is_waiting(tenant)
@@ -277,27 +283,29 @@ _Measurements = tuple[tuple[float, float], ...]
 
 
 class Durations:
-    """Times of the batches of one model, for each tenant and for sizes of requests within a factor of two.
+    """Durations of the batches of one model, by tenant and by size of the request.
 
-    There are separate times for each tenant because the time may depend on the values of the inputs: the requests of
-    one tenant say nothing about the requests of another.
+    Sizes in bytes with equal bit length count as the same size.
+
+    Each tenant has separate durations, because a duration may depend on the values of the inputs: the requests of one
+    tenant say nothing about the requests of another.
     """
 
     def __init__(self) -> None:
         self._by_tenant: dict[Tenant, dict[int, tuple[int, _Measurements]]] = {}
 
     def add(self, tenant: Tenant, nbytes: int, seconds: float, now: float) -> None:
-        """Add the time of a batch with one request, whose input tensors have `nbytes` bytes."""
+        """Add the duration of a batch with one request, whose input tensors have `nbytes` bytes."""
         sizes = self._by_tenant.setdefault(tenant, {})
         _, measured = sizes.get(nbytes.bit_length(), (0, ()))
         kept = [each for each in measured if now < each[1] + _RETENTION_FACTOR * each[0]]
         sizes[nbytes.bit_length()] = nbytes, tuple(sorted([*kept, (seconds, now)])[-2:])
 
     def expected_s(self, tenant: Tenant, nbytes: int) -> float:
-        """Return how many seconds a request of this size is expected to take; 0.0 if nothing is known.
+        """Return how many seconds a request of this size is expected to take; 0.0 if nothing was measured.
 
-        The estimate is the second longest recent time, because the longest one may have had another cause. For a size
-        that was not measured, the time of the nearest size is scaled in proportion.
+        The estimate is the second longest recent duration, because the longest one may have had another cause than the
+        request. For a size that was not measured, the estimate for the nearest measured size is scaled in proportion.
         """
         sizes = self._by_tenant.get(tenant)
         if not sizes:
@@ -308,7 +316,7 @@ class Durations:
         return seconds if size.bit_length() == bucket else seconds * nbytes / max(1, size)
 
     def longest_s(self, tenant: Tenant) -> float:
-        """Return the longest time that is expected of a size that was measured; 0.0 if none was."""
+        """Return the longest expected duration among the tenant's measured sizes; 0.0 if nothing was measured."""
         return max((measured[0][0] for _, measured in self._by_tenant.get(tenant, {}).values()), default=0.0)
 
 
@@ -323,7 +331,7 @@ class _User:
 
 
 class Users:
-    """The tenants that use the workers of a model, or of several models that share their processes."""
+    """The tenants that use the workers of a model or of a model group, with the times of their requests and batches."""
 
     def __init__(self) -> None:
         self._users: dict[Tenant, _User] = {}
@@ -333,31 +341,31 @@ class Users:
         self._user_of(tenant).last_request_at = now
 
     def add_time(self, tenant: Tenant, seconds: float) -> None:
-        """Record the time of a batch with one request of a tenant."""
+        """Record the duration of a batch with a single request of a tenant."""
         user = self._user_of(tenant)
         user.mean_s += (_WEIGHT if user.mean_s else 1.0) * (seconds - user.mean_s)
 
     def long_threshold_s(self, tenant: Tenant, min_s: float, now: float) -> float:
-        """Return the time in seconds beyond which a tenant's batch is long; infinity while no other tenant is active.
+        """Return the duration in seconds above which a tenant's batch is long; infinity if no other tenant is active.
 
         Args:
             tenant: the tenant of the batch.
-            min_s: the minimum of the result.
+            min_s: the minimum duration to return.
             now: the time in monotonic seconds.
         """
         means = [self._users[each].mean_s for each in self._other_active_tenants(tenant, now)]
         return max(min_s, _LONG_FACTOR * min(means)) if means else float("inf")
 
     def add_long_time(self, tenant: Tenant, seconds: float, now: float) -> None:
-        """Record that a long batch of a tenant has held the only worker."""
+        """Record that a long batch of a tenant has held the only worker for `seconds`."""
         user = self._user_of(tenant)
         user.long_s, user.long_ended_at = seconds, now
 
     def long_allowed_at(self, tenant: Tenant, now: float) -> float:
         """Return when a long batch of a tenant may take the only worker again.
 
-        Until then the other tenants have the worker, for a time in proportion to their weights and to the last long
-        batch.
+        Until this time the worker is reserved for the other active tenants. The duration is proportional to their
+        weights and to the duration of the tenant's last long batch.
         """
         user, weights = (
             self._user_of(tenant),
@@ -366,7 +374,7 @@ class Users:
         return user.long_ended_at + user.long_s * weights / tenant.config.weight
 
     def active_until(self, tenant: Tenant, now: float) -> float:
-        """Return how long the other tenants stay active, if none of them sends another request."""
+        """Return the time until which another tenant is active if no more requests arrive; `now` if none is active."""
         return max(
             (self._users[each].last_request_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)),
             default=now,

@@ -1,6 +1,6 @@
 """Tracks processes that compute together, and combines their reports on each batch item into one outcome.
 
-The ranks of a model exchange intermediate results during a predict, and nothing checks that these belong to the same
+The ranks of a model exchange intermediate results during a predict, and nothing checks that all ranks run the same
 request. If a rank skips a predict or runs one twice, all ranks return wrong answers from then on, without an error. The
 tracker therefore accepts an outcome only if all processes have reported on the same item and the reports agree.
 Anything else means that the processes are out of step, and then no report is trusted.
@@ -21,7 +21,7 @@ from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """All processes have run the item: the answer, as if one process had given it."""
+    """Outcome: all processes have run the item. Contains the answer, as if a single process had computed it."""
 
     result: PredictResult
     frames: Sequence[Any]
@@ -29,14 +29,14 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The item ends in this error, but the processes are in step: all have run it, or none has started it."""
+    """Outcome: the item ends in this error, but the processes are in step. All have run it, or none has started it."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfStep:
-    """The processes are out of step for this reason; none of their reports can be trusted any more."""
+    """Outcome: the processes are out of step for this reason. None of their reports can be trusted any more."""
 
     reason: str
 
@@ -48,7 +48,7 @@ _Report = InferenceResult | PredictFailed | None
 
 
 class _Reports(dict[str, _Report]):
-    """The reports on one item by process, and the number of bytes of the answers that are kept."""
+    """The reports on one item, by process, and the total bytes of the answers that arrived before the last report."""
 
     nbytes = 0
 
@@ -77,24 +77,25 @@ class LockstepTracker:
         self._reports: dict[int, _Reports] = {}
 
     def start(self, number: int) -> int:
-        """Record that the processes receive the item of this number; return its step."""
+        """Record that the processes receive the item with this number; return the item's step."""
         self.step += 1
         self._reports[number] = _Reports()
         return self.step
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any]) -> Outcome | None:
-        """Record that a process has run an item and has outputs; return the outcome, None while reports are missing.
+        """Record that a process has run an item and has outputs; return the item's outcome, if it is certain already.
 
-        The frames may be views of memory that is overwritten after the call.
+        While reports of other processes are missing, the result is None, unless the processes are out of step. The
+        frames may be views of memory that is overwritten after the call.
         """
         return self._add_report(process, result.request, InferenceResult(result, frames))
 
     def on_done(self, process: str, number: int) -> Outcome | None:
-        """Record that a process has run an item whose outputs another one has; return as `on_result` does."""
+        """Record that a process has run an item whose outputs another process sends; return as `on_result` does."""
         return self._add_report(process, number, None)
 
     def on_failed(self, process: str, failed: PredictFailed) -> Outcome | None:
-        """Record that a process has not started an item, with the error; return as `on_result` does."""
+        """Record that a process has rejected an item before the start, with an error; return as `on_result` does."""
         return self._add_report(process, failed.request, failed)
 
     # --- private ------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class LockstepTracker:
         return self._combine_reports(number, reports)
 
     def _report_problem(self, process: str, report: _Report, reports: _Reports) -> str:
-        """Return what the process should have reported, and what it did report; "" if the report is valid."""
+        """Return a text with the expected and the received report; "" if the report is valid."""
         if process in reports:
             return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
         has_outputs = self.reply_process in (None, process)
@@ -131,11 +132,12 @@ class LockstepTracker:
         return ""
 
     def _copy_report(self, reports: _Reports, report: _Report) -> _Report:
-        """Return the copy of a report that is kept until the other processes have reported."""
+        """Return a copy of a report, which is kept until the other processes have reported."""
         if not isinstance(report, InferenceResult):
             return report
         reports.nbytes += sum(map(len, report.frames))
-        # The total exceeds the limit already, whatever the other processes send, so the frames are not kept.
+        # If the total exceeds the limit already, the item is rejected whatever the other processes send, so the frames
+        # are not needed.
         frames = [] if self._is_too_much(reports.nbytes) else [bytes(each) for each in report.frames]
         return InferenceResult(report.result, frames)
 
@@ -158,7 +160,7 @@ class LockstepTracker:
             return Rejected(error)
 
     def _is_too_much(self, nbytes: int) -> bool:
-        """Return whether joined outputs are too large. The outputs of a single process are limited elsewhere."""
+        """Return whether joined outputs are too large. The outputs of a single process need no check here."""
         return self.reply_process is None and nbytes > limits.MAX_FRAME_BYTES
 
 
@@ -169,7 +171,7 @@ def _describe_report(report: _Report) -> str:
 
 
 def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[PredictResult, list[Any]]:
-    """Return the joined outputs: each process has a share of each output, along the first axis.
+    """Join the answers of all processes, each of which has a share of each output, along the first axis.
 
     Raises:
         Internal: the shares do not fit together. The text names the output, the expected and the received value.
@@ -188,7 +190,7 @@ def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Pred
 
 
 def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:
-    """Return the length of the first axis of an output; everything else must equal the first rank's output."""
+    """Return the length of a rank's output on its first axis; name, datatype and other axes must equal `spec`."""
     expected_text = (
         f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
     )

@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
 
-# The number of recent answers from which the mean duration is computed.
+# Number of recent batches from which the mean time per item is computed.
 _MEAN_WINDOW = 16
 
-# The minimum of the retry hint, in seconds: a sooner retry would only be refused again.
+# Minimum of the retry hint in seconds: an earlier retry would only be refused again.
 _MIN_RETRY_S = 0.01
 
 
-# The number of recent latencies that are kept, in 32 KB: ten of them are above the 99th percentile.
+# Number of recent latencies in a window, which take 32 KB. Ten of them are above the 99th percentile, which is enough
+# to determine it.
 _MAX_SAMPLES = 1024
 
 
@@ -46,7 +47,7 @@ class ExecutionCounters:
         executions: answered batches.
         padded_rows: rows that were added because the model supports only certain numbers of rows.
         split_requests: requests that ran in parts.
-        retried_items: batch items that ran again because of an event at their slot or in their batch.
+        retried_items: batch items that were queued again because their slot was lost or their batch failed.
     """
 
     def __init__(self) -> None:
@@ -58,9 +59,10 @@ class ExecutionCounters:
 
     @property
     def batches_by_rows(self) -> Mapping[int, int]:
-        """The number of batches by rows: each key is a power of two, and counts the batches above the power below.
+        """The number of answered batches by their number of rows, with powers of two as keys.
 
-        Batches without rows are not counted.
+        The count of a key contains the batches with at most that number of rows, but more than half of it. Batches
+        without rows are not counted.
         """
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
@@ -75,23 +77,23 @@ class BatchTimes:
     """The durations of the recent batches of one model, and the estimates that follow from them.
 
     Attributes:
-        estimates: for batches with rows.
+        estimates: the expected durations of batches with rows.
     """
 
     def __init__(self) -> None:
         self.estimates = DurationEstimates()
-        # The time of each recent batch, divided by its items.
+        # The seconds of each recent batch, divided by the number of its items.
         self._recent_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
     def add(self, device: str, batch: Batch, seconds: float) -> None:
-        """Add the duration of a batch."""
+        """Add the measured duration of a batch."""
         self._recent_s.append(seconds / batch.item_count)
         if batch.batch_key is not None:
             self.estimates.add(device, batch.batch_key.kind, batch.rows, seconds)
 
     @property
     def mean_item_s(self) -> float:
-        """The mean time for an item in recent batches, in seconds; 0.0 before the first answer."""
+        """The mean seconds per item in recent batches; 0.0 before the first answer."""
         return sum(self._recent_s) / len(self._recent_s) if self._recent_s else 0.0
 
     def expected_s(self, device: str, batch: Batch) -> float:
@@ -102,10 +104,10 @@ class BatchTimes:
         return estimate_s or batch.item_count * self.mean_item_s
 
     def retry_after_s(self, queued: int, slot_count: int, busy_s: float) -> float | None:
-        """Return in how many seconds a full queue may have room; None before the first answer or without slots.
+        """Return after how many seconds a full queue may have room; None before the first answer or without slots.
 
-        The estimate assumes that each slot takes one request from the queue in the time of a mean item, or in `busy_s`,
-        the time for which a slot has already computed, if that is longer.
+        The estimate assumes that each slot takes one request from the queue every `mean_item_s` seconds, or every
+        `busy_s` seconds if that is longer. `busy_s` is the longest time for which a slot has been running its batch.
         """
         if not self._recent_s or not slot_count:
             return None

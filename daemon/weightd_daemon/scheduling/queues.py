@@ -1,8 +1,7 @@
 """The ordered collections of requests from which `RequestQueue` is built: by arrival, by priority and by tenant.
 
-Requests run first come, first served. A request is found by client and id without a look at any other request. Each
-level of priority counts as `PRIORITY_LEVEL_S` seconds of waiting, so that a request of a low priority does not wait for
-ever.
+Requests run first come, first served. Each priority level counts as `PRIORITY_LEVEL_S` seconds of waiting, so that a
+request with a low priority does not wait forever. The queues find a request by client and id without a search.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# The head start that each level of priority gives, in seconds.
+# Seconds of waiting for which each priority level counts.
 PRIORITY_LEVEL_S = 2.0
 
 
@@ -25,18 +24,18 @@ def sort_key(request: Request) -> tuple[float, int]:
 
 
 class FifoQueue:
-    """Requests of one priority level, in running order.
+    """Requests of one priority level, in the order in which they run.
 
     Attributes:
         count: the number of requests. This attribute is read with every message, and is cheaper than `len`.
-        nbytes: the tensor bytes of all requests.
+        nbytes: the total tensor bytes of the requests.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.nbytes = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
-        # Indexed by client, id and number: a client may use the same id more than once.
+        # The requests by client, request id and number. A client may use the same id more than once.
         self._index: dict[bytes, dict[str, dict[int, Request]]] = {}
 
     def __len__(self) -> int:
@@ -55,7 +54,7 @@ class FifoQueue:
 
     @property
     def last(self) -> Request:
-        """The newest request, apart from requests that were put back."""
+        """The request at the end of the queue."""
         return next(reversed(self._requests.values()))
 
     def append(self, request: Request) -> None:
@@ -94,11 +93,11 @@ class FifoQueue:
                 del self._index[request.client]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Remove and return all matching requests, at the cost of a look at each."""
+        """Remove and return all matching requests; `should_take` is called with each queued request."""
         return self._take_all([request for request in self if should_take(request)])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Remove and return the requests of a client, or only those with this id."""
+        """Remove and return the requests of a client, or only those with this id if it is given."""
         of_client = self._index.get(client)
         if of_client is None:
             return []
@@ -112,10 +111,10 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """A `FifoQueue` for each priority level, with the same interface as a single one.
+    """A `FifoQueue` for each priority level, with the interface of a single `FifoQueue`.
 
     Args:
-        count: the number of levels. Requests of a level beyond these go to the last one.
+        count: the number of priority levels. A request with a level beyond the last one goes to the last one.
     """
 
     def __init__(self, count: int) -> None:
@@ -134,7 +133,7 @@ class PriorityQueue:
 
     @property
     def nbytes(self) -> int:
-        """The tensor bytes of all requests."""
+        """The total tensor bytes of all requests."""
         return sum([queue.nbytes for queue in self._queues])
 
     @property
@@ -144,7 +143,7 @@ class PriorityQueue:
 
     @property
     def last(self) -> Request:
-        """The newest request, apart from requests that were put back."""
+        """The newest of the requests at the ends of the levels."""
         return max((queue.last for queue in self._queues if queue.count), key=lambda each: each.number)
 
     def append(self, request: Request) -> None:
@@ -166,11 +165,11 @@ class PriorityQueue:
         self._queue_of_level(request).remove(request)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Remove and return all matching requests, at the cost of a look at each."""
+        """Remove and return all matching requests; `should_take` is called with each queued request."""
         return [request for queue in self._queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Remove and return the requests of a client, or only those with this id."""
+        """Remove and return the requests of a client, or only those with this id if it is given."""
         return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
 
     def _queue_of_level(self, request: Request) -> FifoQueue:
@@ -189,8 +188,8 @@ class TenantQueues:
 
     Args:
         levels: the number of priority levels.
-        queue: the queue from before there were several tenants. All its requests belong to one tenant.
-        on_change: called with a tenant when it gets its first request here, and when it has none left.
+        queue: the queue that was used while there was only one tenant, so that all its requests are of one tenant.
+        on_change: called with a tenant when its first request is added, and when its last request is removed.
     """
 
     def __init__(self, levels: int, queue: TenantQueue, on_change: Callable[[Tenant], None]) -> None:
@@ -206,15 +205,15 @@ class TenantQueues:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """The tenants that have requests here."""
+        """The tenants that have queued requests."""
         return [*self._queues]
 
     def single_queue(self) -> TenantQueue:
-        """Return the queue of the only tenant that has requests here, or an empty queue."""
+        """Return the queue of the only tenant that has queued requests, or an empty queue."""
         return next(iter(self._queues.values()), None) or make_queue(self._levels)
 
     def last_of(self, tenant: Tenant) -> Request | None:
-        """Return the newest request of a tenant, or None."""
+        """Return the newest request of a tenant; None if no request of the tenant is queued."""
         queue = self._queues.get(tenant)
         return None if queue is None else queue.last
 
@@ -231,12 +230,12 @@ class TenantQueues:
 
     @property
     def nbytes(self) -> int:
-        """The tensor bytes of all requests."""
+        """The total tensor bytes of all requests."""
         return sum([queue.nbytes for queue in self._queues.values()])
 
     @property
     def first(self) -> Request:
-        """The request that would run first without fair shares."""
+        """The request that would run first if all tenants had a common queue."""
         return min((queue.first for queue in self._queues.values()), key=sort_key)
 
     def append(self, request: Request) -> None:
@@ -254,11 +253,11 @@ class TenantQueues:
         self._drop_if_empty(request.tenant)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Remove and return all matching requests, at the cost of a look at each."""
+        """Remove and return all matching requests; `should_take` is called with each queued request."""
         return self._flatten_removed([queue.take_matching(should_take) for queue in self._queues.values()])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Remove and return the requests of a client, or only those with this id."""
+        """Remove and return the requests of a client, or only those with this id if it is given."""
         return self._flatten_removed([queue.take_of_client(client, request_id) for queue in self._queues.values()])
 
     def _flatten_removed(self, removed: list[list[Request]]) -> list[Request]:

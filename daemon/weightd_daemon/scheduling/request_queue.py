@@ -1,11 +1,11 @@
-"""The request queue of one model: its order, its limits, and the requests that give way when it is full.
+"""The request queue of one model: order and limits of the requests, and eviction of requests from a full queue.
 
 Requests run first come, first served, adjusted for priority. Requests of clients under suspicion (`fault_isolation`)
-are confined: the slots run one of them at a time, or one for each tenant while there are several. A split request
-alternates with the other requests in the queue, so that it does not hold all slots.
+are confined: the slots run one of them at a time, or one of each tenant while several tenants send requests. The parts
+of a split request alternate with other queued requests, so that a split request does not hold all slots.
 
-These rules hold among the requests of one tenant. With several tenants, the queue first picks the tenant that has used
-the least time of the device whose slot is free (`fair_share`).
+These rules apply to the requests of one tenant. With several tenants, the queue first selects the tenant that has used
+the least time of the device with the free slot (`fair_share`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from weightd_daemon.scheduling.queues import AnyQueue, TenantQueue, TenantQueues
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# Maximum number of split requests that are considered when the next request is chosen.
+# Maximum number of split requests among which the next request to run is chosen.
 _MAX_SPLITTING = 16
 
 _QueueT = TypeVar("_QueueT", TenantQueue, AnyQueue)
 
 
 class RequestQueue:
-    """The queued requests of one model. Iteration yields the requests of each of `queues` in turn.
+    """The queued requests of one model. Iteration yields all requests, one of `queues` after another.
 
     Args:
         levels: the number of priority levels.
@@ -37,15 +37,15 @@ class RequestQueue:
     Attributes:
         normal: requests that only wait for their turn and a slot, and have not started.
         confined: requests of clients under suspicion, of which one runs at a time.
-        unchecked: requests that must not run before `admit`.
+        unchecked: requests that must not run before the content check has called `admit`.
         long: requests that take too long for the last free slot, see `Tenancy`; used only while there are several
             tenants.
-        splitting: split requests with rows that no slot has received yet. The rows of the first request go first.
-        splits: the split requests that have not ended, by number.
+        splitting: split requests with rows that no slot has received yet. The rows of the first request run first.
+        splits: the states of the split requests that have not ended, by request number.
         was_split: whether the last batch was a part of a split request.
-        is_multi_tenant: whether there are several tenants. Each tenant then has queues for itself.
+        is_multi_tenant: whether several tenants send requests. If so, each tenant has separate queues.
         tenants_last_split: tenants whose last batch was a part of a split request.
-        queues: all five queues; `unchecked` is the last.
+        queues: `normal`, `confined`, `splitting`, `long` and `unchecked`, in this order.
         active_tenants: the tenants with runnable requests, maintained while there are several tenants.
     """
 
@@ -56,7 +56,7 @@ class RequestQueue:
         self.is_multi_tenant = False
         self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self.runnable_of(tenant)))
         self.tenants_last_split: set[Tenant] = set()
-        # The last queue is `unchecked`.
+        # The arguments are in the order of `queues`. Confined and unchecked requests have no priority levels.
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
 
     def _set_queues(
@@ -74,11 +74,11 @@ class RequestQueue:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def append(self, request: Request) -> None:
-        """Put a request at the end of its queue."""
+        """Put a request at the end of `normal`, `confined` or `splitting`, according to its state."""
         self._queue_for(request).append(request)
 
     def put_back(self, items: Sequence[BatchItem]) -> None:
-        """Return batch items that slots did not finish to the head of the queue."""
+        """Put the requests of batch items that slots did not finish back at the head of the queue."""
         requeued: list[Request] = []
         for item in items:
             if item.split is not None:
@@ -113,7 +113,7 @@ class RequestQueue:
                 self.confined.append(request)
 
     def remove_split(self, request: Request) -> SplitRequest | None:
-        """End a split request, so that no more of its rows run. Return its state; None if it is not split."""
+        """End a split request, so that no more of its rows run; return its state. None if the request is not split."""
         split = self.splits.pop(request.number, None)
         if split is not None:
             split.is_ended = True
@@ -121,24 +121,24 @@ class RequestQueue:
         return split
 
     def remove(self, request: Request) -> bool:
-        """Remove a request from the queue; return whether it was there."""
+        """Remove a request from the queue; return whether it was queued."""
         found = [queue for queue in self.queues if request in queue]
         for queue in found:
             queue.remove(request)
         return bool(found)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Remove and return all matching requests, at the cost of a look at each queued request."""
+        """Remove and return all matching requests; `should_take` is called with each queued request."""
         return [request for queue in self.queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None) -> list[Request]:
-        """Remove and return the requests of a client, or only those with this id."""
+        """Remove and return the requests of a client, or only those with this id if it is given."""
         return [request for queue in self.queues for request in queue.take_of_client(client, request_id)]
 
     # --- tenants ------------------------------------------------------------------------------------------------
 
     def start_multi_tenant(self) -> None:
-        """Switch to a queue for each tenant. All requests that are queued now belong to one tenant."""
+        """Switch to separate queues for each tenant. All requests that are queued now must be of one tenant."""
         self.is_multi_tenant = True
         levels = (self._levels, 1, self._levels, self._levels, 1)
         on_change = self.active_tenants.mark_changed
@@ -153,7 +153,7 @@ class RequestQueue:
         )
 
     def stop_multi_tenant(self) -> None:
-        """Switch back to one queue. At most one tenant has queued requests now."""
+        """Switch back to common queues. At most one tenant may have queued requests now."""
         self.is_multi_tenant = False
         self.active_tenants.clear()
         self.tenants_last_split.clear()
@@ -162,17 +162,17 @@ class RequestQueue:
 
     @property
     def tenants(self) -> set[Tenant]:
-        """The tenants with queued requests, while there are several tenants."""
+        """The tenants with queued requests; empty while only one tenant sends requests."""
         return {each for queue in self.tenant_queues for each in queue.tenants}
 
     @property
     def counts_by_tenant(self) -> dict[Tenant, int]:
-        """The number of queued requests of each tenant, at the cost of a look at each tenant."""
+        """The number of queued requests of each tenant."""
         if self.is_multi_tenant:
             return {
                 tenant: sum(queue.queue_of(tenant).count for queue in self.tenant_queues) for tenant in self.tenants
             }
-        # All queued requests belong to one tenant.
+        # With a single tenant, all queued requests have the tenant of the first one.
         return {request.tenant: self.count for request in itertools.islice(self, 1)}
 
     def has_splitting(self, tenant: Tenant) -> bool:
@@ -196,7 +196,7 @@ class RequestQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no queued request may run. This property is cheap, because it is read with every answer."""
+        """Whether no queued request may run: none is queued, or all are unchecked."""
         return not (self.normal.count or self.confined.count or self.splitting.count or self.long.count)
 
     @property
@@ -226,8 +226,8 @@ class Turns:
 
     Args:
         queue: the queue of the model.
-        is_confined_running: called with a tenant or None; returns whether a slot has a confined request (of that
-            tenant).
+        is_confined_running: called with a tenant, or with None for any tenant; returns whether a slot has a confined
+            request of the tenant.
     """
 
     def __init__(self, queue: RequestQueue, is_confined_running: Callable[[Tenant | None], bool]) -> None:
@@ -238,7 +238,7 @@ class Turns:
         """Yield the requests that may run next, each with its queue, in order.
 
         The candidates are the earliest request that has not started and the first split requests; these two kinds
-        alternate if they have the same priority. The first long request takes part as well, at its place in the order.
+        alternate if they have the same priority. The first long request is a candidate, too, at its place in the order.
         """
         return _with_long_request(
             self.next_unsplit_queue(), self._queue.splitting, self._queue.long, was_split=self._queue.was_split
@@ -261,7 +261,7 @@ class Turns:
                 yield shared_queues.get(id(queue), self._queue.normal), request
 
     def move_long(self, is_long: Callable[[Request], bool]) -> None:
-        """Move long requests from the head of `normal` to `long`, while there are several tenants."""
+        """Move long requests from the heads of the tenants' queues in `normal` to `long`."""
         for tenant in self._queue.active_tenants.update():
             self._move_long_of(tenant, is_long)
 
@@ -282,7 +282,7 @@ class Turns:
             yield request
 
     def next_unsplit_queue(self) -> AnyQueue | None:
-        """Return the queue whose first request is the next unsplit one; None if no unsplit request may run."""
+        """Return `normal` or `confined`: the one whose first request runs next. None if neither has a candidate."""
         return self._next_unsplit(self._queue.normal, self._queue.confined)
 
     def _next_unsplit(self, normal: _QueueT, confined: _QueueT, tenant: Tenant | None = None) -> _QueueT | None:
@@ -301,7 +301,7 @@ class Turns:
 
 
 class QueueLimits:
-    """Checks the limits of a queue, and selects the requests that give way when the queue is full.
+    """Checks the limits of a queue, and selects the requests to evict if the queue is full.
 
     Args:
         queue: the queue of the model.
@@ -315,7 +315,7 @@ class QueueLimits:
         self._max_bytes = max_bytes
 
     def full_reason(self, request: Request, count: int) -> str:
-        """Return why a queue with `count` requests cannot take one more, or "" if it can."""
+        """Return why a queue that has `count` requests cannot take `request`, or "" if it can."""
         nbytes = sum(queue.nbytes for queue in self._queue.queues)
         if count >= self._max_requests:
             return f"the queue is full: it holds {count} of at most {self._max_requests} requests"
@@ -325,10 +325,10 @@ class QueueLimits:
         return ""
 
     def evict_for(self, request: Request) -> list[Request] | None:
-        """Remove and return requests of other tenants until `request` fits; None if it must be refused itself.
+        """Remove and return requests of other tenants until `request` fits; None if `request` itself must be refused.
 
-        Each step evicts the newest request of the tenant that has the most queued in proportion to its weight, in
-        requests or in bytes, depending on the limit that is exceeded. If no eviction helps, the evicted requests return
+        Each step evicts the newest request of the tenant with the most queued requests in proportion to its weight, or
+        with the most queued bytes if the limit of bytes is exceeded. If no eviction helps, the evicted requests return
         to the queue.
         """
         evicted: list[tuple[AnyQueue, Request]] = []
@@ -357,7 +357,7 @@ class QueueLimits:
             newest = [
                 (queue, each) for queue in self._queue.tenant_queues if (each := queue.last_of(largest)) is not None
             ]
-            # Some rows of a split request may already have run, so that evicting it would waste that work.
+            # A split request that has started is not evicted: the work for its finished rows would be wasted.
             evictable = [
                 (queue, each) for queue, each in newest if queue is not self._queue.splitting or not each.has_started
             ]
@@ -369,7 +369,7 @@ class QueueLimits:
 def _with_long_request(
     unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool
 ) -> Iterator[tuple[_QueueT, Request]]:
-    """Yield the candidates of `_take_turns`, and the first long request at its place in the order."""
+    """Yield the candidates of `_take_turns`, with the first long request added at its place in the order."""
     if not long.count:
         return _take_turns(unsplit, splitting, was_split=was_split)
     if unsplit is None:
@@ -379,7 +379,7 @@ def _with_long_request(
 
 
 def _take_turns(unsplit: _QueueT | None, splitting: _QueueT, *, was_split: bool) -> Iterator[tuple[_QueueT, Request]]:
-    """Yield the first request of an unsplit queue and the first split requests, in the order of their turns."""
+    """Yield the first request of the queue `unsplit` and the first split requests, in the order of their turns."""
     started = ((splitting, request) for request in itertools.islice(splitting, _MAX_SPLITTING))
     if unsplit is None:
         yield from started

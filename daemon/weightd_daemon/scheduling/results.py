@@ -1,7 +1,7 @@
 """Handles the results of batches and ends requests.
 
 `BatchResults` handles the reports of the slots' processes on their batches. `Replies` ends each accepted request with
-one reply, its result or an error.
+one reply: the result of the request, or an error.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class ResponseSink(Protocol):
 class BatchResults:
     """Handles the reports of processes on the batches of their slots.
 
-    If a report makes the processes of the slot unusable, the method returns the reason to end them, and otherwise "".
+    The methods for reports return "", or the reason to end the processes of the slot if the report makes them unusable.
 
     Args:
         scheduler: the scheduler of the model.
         isolator: determines the cause when a slot is lost.
         replies: ends requests.
         output_leases: tracks which processes may write to output memory of clients.
-        on_slot_free: called with the time when a slot has credit for another batch.
-        dispatch: called with the time when more may have changed, such as cancellations to send.
+        on_slot_free: called with the current time when a slot can take another batch.
+        dispatch: called with the current time when there may also be other work than a batch for the slot, such as
+            cancellations to send.
 
     Attributes:
         latencies_by_process: the latencies of each process's answers.
@@ -95,7 +96,7 @@ class BatchResults:
             return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
         if self._output_leases.leases:
             self._notify_released(self._output_leases.release(process, result.request))
-        # The reply comes first because the client waits for it. Counters are updated after that.
+        # The reply comes first, because the client waits for it. Counters are updated after the reply.
         item, execution = self._running.take_answered(process, result.request, now)
         if item is not None and item.split is not None:
             self._add_partial_result(item, item.split, process, result, frames, now)
@@ -112,7 +113,7 @@ class BatchResults:
         """Handle a rank's report that it has run an item whose outputs another rank sends."""
         lockstep = self._lockstep_of(process)
         if lockstep is None:
-            # The slot of the process is lost.
+            # The slot of the process was lost before the report arrived.
             return ""
         return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
@@ -246,11 +247,11 @@ class Replies:
         scheduler: the scheduler of the model.
         response_sink: sends replies to clients.
         counters: the counters of the model.
-        schedule_by: called with the time when `fail_some` has something to do.
+        schedule_by: called with the time at which `fail_some` has to be called.
 
     Attributes:
         response_sink: as above.
-        latencies: the time from the arrival of a request to its answer, in the daemon.
+        latencies: the seconds from the arrival of each request in the daemon to its answer.
         failed_count: the number of accepted requests that ended in an error.
     """
 
@@ -292,21 +293,21 @@ class Replies:
         self.response_sink.reply_request_error(request, error)
 
     def fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
-        """End requests that are neither queued nor running: some at once, and the rest in later turns of the loop."""
+        """End requests that are neither queued nor running: some now, the others in later turns of the event loop."""
         was_pending = bool(self._pending_failures)
         self._pending_failures += requests
         if not was_pending:
             self.fail_some()
 
     def fail_some(self) -> None:
-        """End the next requests that `fail_all` left over."""
+        """End the next of the requests that `fail_all` has left for later turns of the event loop."""
         for _ in range(min(MAX_ENDED_PER_TURN, len(self._pending_failures))):
             self.fail(*self._pending_failures.popleft())
         if self._pending_failures:
             self._schedule_by(AT_ONCE)
 
     def fail_pending(self, should_fail: Callable[[Request], bool] = lambda _: True) -> None:
-        """End at once those requests left over by `fail_all` that match."""
+        """End at once the matching requests that `fail_all` has left for later turns of the event loop."""
         pending, self._pending_failures = self._pending_failures, deque()
         for request, error in pending:
             if should_fail(request):

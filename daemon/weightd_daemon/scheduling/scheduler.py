@@ -1,9 +1,9 @@
 """Decides which batch runs on which slot, and when, for one model.
 
-A batch is formed when a slot is free, of the requests that are queued at that time: of several requests where the
-model's batching policy allows it, or of a part of one. No slot is idle while a request that it could run is queued,
-except that a long request leaves the last slot to other tenants (`tenancy`). The scheduler decides only; callers pass
-the time and send the batches.
+A batch is formed when a slot is free, from the requests that are queued at that time. If the batching policy allows it,
+a batch has several requests, or a part of one. No slot is idle while a request that it could run is queued, except that
+a long request leaves the last slot to other tenants (`tenancy`). The scheduler only decides; callers pass the time and
+send the batches.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
-# After a suspension, a running request gets at least these seconds, so that an answer that has arrived can be read.
+# Minimum seconds that a running request gets after a suspension, so that an answer that has arrived can be read.
 _GRACE_S = 0.5
 
-# The time that asks `schedule_by` for a call without delay.
+# Passed to `schedule_by` as the time of an event that is due now.
 AT_ONCE = 0.0
 
-# The heap of deadlines is rebuilt when it exceeds twice its size after the last rebuild by this many entries.
+# The heap of deadlines is rebuilt when it has this many entries more than twice its size after the last rebuild.
 _MIN_STALE_ENTRIES = 64
 
-# The maximum number of requests that end in one turn of the loop, so that other clients are served between turns.
+# Maximum number of requests that end in one turn of the event loop, so that other clients are served in between.
 MAX_ENDED_PER_TURN = 32
 
 
@@ -45,7 +45,7 @@ class Scheduler:
         max_queue: the maximum number of queued requests.
         max_queue_bytes: the maximum number of queued tensor bytes.
         predict_timeout: seconds after which a computing slot is considered to hang.
-        schedule_by: called with a time that is sooner than `next_event_at` was; AT_ONCE if there are requests to check.
+        schedule_by: called with the time of an event sooner than `next_event_at`; AT_ONCE if requests must be checked.
         levels: the number of priority levels.
         clocks: the fair-share clocks of the devices, for all models.
         concurrency: the number of batches that the slots can run at once when all of them are available.
@@ -58,8 +58,8 @@ class Scheduler:
         running: the batches at the slots.
         clocks: as above.
         tenancy: handles several tenants.
-        deadlines: of the requests that have not ended.
-        wait_limit_s: the seconds after which `schedule_by` is called for a queued request; infinity for never.
+        deadlines: the deadlines of the requests that have not ended.
+        wait_limit_s: `schedule_by` is called for the time this many seconds after a request is queued; infinity: never.
     """
 
     def __init__(  # noqa: PLR0913
@@ -99,24 +99,24 @@ class Scheduler:
         self._former = BatchFormer(
             self.queue, self._turns, self.slots, self._times, self.tenancy, self.running.execution_counters
         )
-        # Requests that had expired when their turn came. `expire` ends them.
+        # Requests whose deadlines had passed when their turn came. `expire` ends them.
         self._expired: dict[int, Request] = {}
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def on_request(self, request: Request, now: float) -> None:
-        """Record that a request has arrived. Callers may skip this while only one tenant uses any model."""
+        """Record that a request has arrived. Callers may skip this call while a single tenant uses all models."""
         if self.tenancy.on_request(request, now):
-            # A new tenant's request waits for the batches that run, but not for those queued behind them.
+            # Recall queued batches of other tenants from slots: the request should only wait for running batches.
             tenants = {request.tenant}
             items = self.running.recall(lambda batch: [*batch.items] if batch.tenants - tenants else [])
             self.queue.put_back(sorted(items, key=lambda item: item.number))
 
     def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
-        """Start a request that has just arrived, if it is next and a slot is free; return None if it must be queued.
+        """Start a request that has just arrived; return its slot and batch, or None if the request must be queued.
 
-        If everything that could run had been assigned before and this method returns None, the caller only has to
-        `submit` the request: `assign` would find nothing to do, unless a split request has rows left.
+        If this method returns None, the caller has to `submit` the request. If all batches that could run had been
+        assigned before, and no split request has rows left, a call of `assign` is not necessary.
         """
         queue = self.queue
         if queue.is_multi_tenant or queue.normal.count or request.deadline <= now:
@@ -144,7 +144,7 @@ class Scheduler:
         Args:
             request: the request.
             now: the time.
-            needs_check: the request must not run before it is admitted.
+            needs_check: the request must not run before `RequestQueue.admit` is called for it.
             can_evict: requests of other tenants may be evicted to make room.
 
         Raises:
@@ -171,9 +171,9 @@ class Scheduler:
         return evicted
 
     def assign(self, now: float) -> Iterator[tuple[Slot, Batch]]:
-        """Yield each batch that is due now, with its slot. The batch counts as running from then on.
+        """Yield each batch that can run now, with its slot. A yielded batch counts as running.
 
-        If many requests turn out to have expired, the remaining work is left to the next turn of the loop.
+        If many queued requests turn out to have expired, the next turn of the event loop continues the work.
         """
         request_queue = self.queue
         if request_queue.is_multi_tenant or now < self.clocks.multi_tenant_until:
@@ -198,8 +198,8 @@ class Scheduler:
                 and queue is request_queue.normal
             )
             if batch_key is not None and should_split and request_queue.has_splitting(request.tenant):
-                # A tenant's split requests run one after another: the partial results of a request stay in memory
-                # until its last part has ended.
+                # A tenant's split requests run one after another, because the partial results of each request stay in
+                # memory until its last part has ended.
                 self._former.start_split(request, slot.policy, batch_key)
                 request_queue.append(request)
                 continue
@@ -209,7 +209,7 @@ class Scheduler:
             self._schedule_by(AT_ONCE)
 
     def release_slot(self, process: str, *, excluding: Sequence[Request] = ()) -> None:
-        """Remove the slot of a process; queue its awaited items at the head, but not the ended requests `excluding`."""
+        """Remove the slot of a process; queue its awaited items at the head, except for requests in `excluding`."""
         slot = self.slots.slot_of(process)
         if slot is not None:
             started = [item for batch in slot.batches.values() if batch.has_started for item in batch.awaited_items]
@@ -217,7 +217,7 @@ class Scheduler:
             self.queue.put_back([item for item in self.slots.remove(slot) if item.request not in excluding])
 
     def retry_alone(self, items: Sequence[BatchItem], *, excluding: Sequence[Request] = ()) -> None:
-        """Queue items again, each to run alone, after the end of their batch did not reveal which of them caused it.
+        """Queue items again, each to run alone, because their failed batch did not show which of them is the cause.
 
         Requests in `excluding` have ended, and are not queued.
         """
@@ -228,9 +228,9 @@ class Scheduler:
         self.queue.put_back(retried)
 
     def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
-        """Remove and return the slots that have computed for too long, each with the batch that exceeded the time.
+        """Remove and return the slots in which a batch has exceeded `predict_timeout`, each with this batch.
 
-        The other batches of such a slot, and those behind a batch that has run for `MAX_QUICK_S`, are queued again.
+        The other batches of a removed slot are queued again, as are batches behind one that has run for `MAX_QUICK_S`.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
         for slot, batch, requeued in self.running.take_overdue(now):
@@ -251,7 +251,7 @@ class Scheduler:
         self.queue.confine(matches)
 
     def end_split(self, request: Request) -> None:
-        """Stop a split request that has ended: recall its parts and drop its other rows."""
+        """Stop a split request that has ended: recall its queued parts and drop the rows that no slot has received."""
         split = self.queue.remove_split(request)
         if split is not None:
             self.running.recall(lambda batch: [each.number for each in batch.items.values() if each.split is split])
@@ -259,7 +259,7 @@ class Scheduler:
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
         """End and return up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed, each with its error.
 
-        A late result for such a request is dropped. While more are due, `next_event_at` is not later than `now`.
+        Later results for these requests are dropped. While more requests are due, `next_event_at` is at most `now`.
         """
         due = self.deadlines.take_due(now, MAX_ENDED_PER_TURN)
         if not due:
@@ -291,7 +291,7 @@ class Scheduler:
         return [(request, False) for request in self.take_matching(should_end)] + running
 
     def end_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """End and return the requests of a client, or those with this id, without a look at other requests."""
+        """End and return the requests of a client, or only those with this id, without a search of the whole queue."""
         running = self.running.end_matching(lambda each: each.client == client and request_id in (None, each.id))
         # End running split requests first, because this removes their other parts from the queue.
         for request, _ in running:
@@ -337,8 +337,8 @@ class Scheduler:
     def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """Return the next request to run, with its queue and its slot; None if nothing can run.
 
-        Only the request whose turn it is may be queued behind a busy slot. A split request may have to wait for slots
-        of the model version on which it started, while the next request takes a free slot of another one.
+        Only the first candidate may be queued behind a busy slot. Another candidate gets a free slot that the first one
+        cannot use, for example because the first one is a split request that started on another model version.
         """
         request_queue, is_first = self.queue, True
         if request_queue.is_multi_tenant and self.tenancy.has_others(now):
@@ -361,7 +361,7 @@ class Scheduler:
     def _next_fair_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """Return the next request to run as `_next_candidate` does, while several tenants have requests.
 
-        No batch is queued behind another, so that a new request only waits for running ones.
+        No batch is queued behind another, so that a new request only waits for running batches.
         """
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
@@ -409,10 +409,10 @@ class Scheduler:
 
 
 class Deadlines:
-    """Finds requests whose deadlines have passed. Its heap has numbers only, so that it keeps no ended request.
+    """Finds requests whose deadlines have passed. The heap contains only numbers, so it keeps no ended request alive.
 
     Attributes:
-        requests: the watched requests by number. The code that ends a request also removes it here.
+        requests: the watched requests by number. The code that ends a request also removes its entry.
     """
 
     def __init__(self) -> None:

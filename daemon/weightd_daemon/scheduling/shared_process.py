@@ -1,9 +1,9 @@
 """Time sharing of one process among several models, each of which has its own dispatcher.
 
-The process has one batch at a time and none queued behind it, so that the end of the process can be attributed to the
+The process has one batch at a time and none queued behind it, so that a crash of the process can be attributed to the
 dispatcher whose batch it ran. While the process runs a batch, its slots are paused at all dispatchers. When the process
-has answered, all slots are resumed, and the dispatchers get their turns in a fixed order. So a request waits for at
-most one batch of each other model, and the process is never idle while one of its models has requests.
+has answered the batch, all its slots are resumed, and the dispatchers get their turns in a fixed order. So a request
+waits for at most one batch of each other model, and the process is never idle while one of its models has requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weightd_daemon.scheduling.slots import Slot, SlotPool
 
 
 class _Participant(NamedTuple):
-    """A dispatcher of the process: its slot there, its slot pool, its queue, and its dispatch function.
+    """A dispatcher that uses the process: its slot at the process, its slot pool, its queue and its dispatch function.
 
-    The dispatch function is called with the time.
+    The dispatch function is called with the current time.
     """
 
     slot: Slot
@@ -33,7 +33,7 @@ class SharedProcessScheduler:
     """Shares one process among the dispatchers of its models.
 
     Attributes:
-        active_slot: the slot of the dispatcher whose batch the process runs; None if it runs none.
+        active_slot: the slot of the dispatcher whose batch the process runs; None while the process is idle.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class SharedProcessScheduler:
         self._pause_all()
 
     def on_end(self, slot: Slot, now: float) -> None:
-        """Record that the process has answered the batch of this slot, and start the next one.
+        """Record that the process has answered the batch of this slot, and start the next batch.
 
         The next batch comes from the first dispatcher in turn that has requests.
         """
@@ -64,13 +64,14 @@ class SharedProcessScheduler:
         for each in self._participants:
             each.slots.resume(each.slot.name)
         position = next(index for index, each in enumerate(self._participants) if each.slot is slot)
-        # The dispatcher of the answered batch comes last. It dispatches by itself after it has sent the answer.
+        # The dispatcher of the answered batch comes last: it is not called here, because it dispatches after it has
+        # sent the answer.
         for each in self._participants[position + 1 :] + self._participants[:position]:
             if not each.queue.is_idle:
                 each.dispatch(now)
 
     def close(self) -> None:
-        """Stop assigning batches to the process, which is lost."""
+        """Stop assigning batches to the process, because the process is lost."""
         self._is_closed = True
         self._pause_all()
 
@@ -84,14 +85,14 @@ class SharedSlot(Slot):
     """A slot at a process that serves several models.
 
     Attributes:
-        scheduler: the scheduler of the process.
+        scheduler: divides the time of the process among its models.
     """
 
     scheduler: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process computes, for any of its models."""
+        """Whether the process runs a batch, of any of its models."""
         return self.scheduler.active_slot is not None
 
     def count_long(self, now: float, long_s: float) -> int:
@@ -111,5 +112,5 @@ class SharedSlot(Slot):
         return duration_s
 
     def on_lost(self) -> None:
-        """Close the process for all its models."""
+        """Stop assigning batches to the process, for all its models."""
         self.scheduler.close()

@@ -1,7 +1,7 @@
-"""The signature of a model, its inputs and outputs, and the checks of requests against it.
+"""The signature of a model, which describes its inputs and outputs, and the checks of requests against the signature.
 
-A request that passes the checks cannot harm an engine that checks nothing. While the first generation loads, the
-signature is unknown: metadata requests wait, and inference requests are checked later.
+A request that passes the checks is safe even for an engine that does not check its inputs. While the first generation
+loads, the signature is unknown: metadata requests wait, and inference requests are checked later.
 """
 
 from __future__ import annotations
@@ -35,26 +35,27 @@ class RowLimits(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def padded_rows(self, rows: int) -> int:
-        """Return how many rows the model receives for `rows` rows."""
+        """Return how many rows the model receives for a request with `rows` rows, including padding."""
         return next_size(rows, self.sizes) or max(self.sizes, default=rows)
 
 
-# The decoder caches the same number of descriptions.
+# Maximum number of checked descriptions in the cache. The protocol's decoder caches the same number.
 _MAX_CHECKED = 1024
 
 NO_ROW_LIMITS = RowLimits()
 
-# The maximum number of dimensions of all inputs together. With names of maximum length, a header has no room for more.
+# Maximum number of dimensions of all example shapes together. With names of maximum length, the header of a reply has
+# no room for more.
 _MAX_DIMS = 256
 
 
 class MetadataRequest(NamedTuple):
-    """A metadata request.
+    """A request for the metadata of a model.
 
     Attributes:
         client: the client that sent the request.
         request_id: the id of the request.
-        user: the user or tenant on whose account the request counts.
+        user: the user or tenant to which the request counts if too many metadata requests are queued.
     """
 
     client: bytes
@@ -70,8 +71,8 @@ class Signature:
 
     Attributes:
         built: the holder's report with the signature; None while the first holder loads.
-        checked: the descriptions that were checked, by identity, with the description that `check_request` returned.
-            Each description is kept, so that no other object gets the same identity.
+        checked: by the `id()` of each checked description: the description, and the one that `check_request` has
+            returned. The entry keeps the description so that no other object gets the same `id()`.
     """
 
     def __init__(self, row_limits: RowLimits = NO_ROW_LIMITS) -> None:
@@ -94,7 +95,7 @@ class Signature:
         self.checked.clear()
 
     def difference(self, built: Built) -> str:
-        """Return how the signature that another holder has reported differs for clients, or ""."""
+        """Return how the signature that another holder has reported differs from this one for clients, or ""."""
         return describe_difference(self.built, built) if self.built is not None else ""
 
     def check_request(self, description: RequestDescription) -> RequestDescription:
@@ -123,7 +124,7 @@ class Signature:
         return declared
 
     def check_waiting(self, requests: Sequence[Request]) -> dict[int, InvalidArgument]:
-        """Check requests that came before the signature was known; return the errors of those refused, by number."""
+        """Check requests that arrived before the signature was known; return the errors of invalid ones, by number."""
         errors: dict[int, InvalidArgument] = {}
         for request in requests:
             try:
@@ -215,7 +216,7 @@ class MetadataReplies:
             self._take(lambda each: each == client)
 
     def adopt(self, old: MetadataReplies) -> None:
-        """Take over the queued metadata requests of another instance."""
+        """Take over the queued metadata requests of the instance that this one replaces."""
         self._waiting += old._take(lambda _: True)
         self.reply_all()
 
@@ -226,7 +227,7 @@ class MetadataReplies:
 
 
 def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
-    """Return a valid shape for each input if requests may choose sizes; None if they may not, or if none is known."""
+    """Return a valid shape for each input; None if no input has a free dimension, or if no valid shapes are known."""
     has_free_dims = any(each.shape is None or -1 in each.shape for each in built.inputs)
     case_shapes = built.selftest_cases[0] if built.selftest_cases else {}
     shapes = tuple(case_shapes[each.name] for each in built.inputs if each.name in case_shapes)
@@ -235,7 +236,7 @@ def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:
-    """Return whether answers are known to equal the answers of requests that run alone; None if each runs alone."""
+    """Return whether answers are the same as if each request ran alone; None if each request does run alone."""
     row_support, batching, split = built.row_support, config.batching, config.split
     if row_support is None or not row_support.inputs or not row_support.outputs:
         return None
@@ -320,7 +321,7 @@ def check_gears(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -
 
     Args:
         built: the holder's report.
-        limits: the row limits of the model: rows are padded where it has sizes.
+        limits: the row limits of the model. If they have sizes, rows are padded before the check.
         inputs: inputs that have passed `check_rows`.
 
     Raises:
@@ -365,7 +366,7 @@ def _is_shape_allowed(expected: Sequence[int] | None, shape: Sequence[int]) -> b
 
 
 def _are_one_element(expected: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether one of the two shapes is a scalar's, and the other one has exactly one element.
+    """Return whether one of the two shapes is a scalar's, and the other shape has exactly one element.
 
     A free dimension does not count as 1: it may be the number of rows, which a scalar does not have.
     """

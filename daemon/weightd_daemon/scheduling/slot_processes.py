@@ -17,7 +17,7 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder
 
 SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], object]
-"""Sends an order to a process, with its frames and the memory regions that it refers to."""
+"""A function that sends an order to a process, with the order's frames and the memory regions that the order uses."""
 
 
 class SlotProcesses:
@@ -28,7 +28,7 @@ class SlotProcesses:
         isolator: provides the watchdog.
         results: handles the results from the processes.
         send_order: sends a ping.
-        dispatch: called with the time when a slot may take a batch.
+        dispatch: called with the current time when a slot may take a batch.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class SlotProcesses:
 
         Args:
             slot_name: the name of the slot.
-            lockstep: tracks the reports of the ranks. If it joins their outputs, requests may neither share a batch nor
-                be padded, because nothing shows which rows each rank has.
+            lockstep: tracks the reports of the ranks. If it joins the outputs of the ranks, requests may neither share
+                a batch nor be padded, because the daemon does not know which rows each rank returns.
             now: the time.
             support_processes: processes without which the ranks are lost.
             device: the device of the ranks.
@@ -124,7 +124,7 @@ class SlotProcesses:
             self._watchdog.remove(each)
 
     def set_wait_limit(self, seconds: float) -> None:
-        """Have the dispatcher's `schedule_by` called once a request was queued for this time; infinity for never."""
+        """Have the dispatcher's `schedule_by` called for `seconds` after a request is queued; infinity for never."""
         self._scheduler.wait_limit_s = seconds
 
     @property
@@ -136,11 +136,11 @@ class SlotProcesses:
 
     @property
     def accepting(self) -> Sequence[Slot]:
-        """The slots that take batches."""
+        """The slots that take new batches."""
         return tuple(self._slots.accepting.values())
 
     def release(self, process: str) -> None:
-        """Remove the slot of a process whose loss its batches did not cause; they are queued again."""
+        """Remove the slot of a lost process and queue its batches again, because they did not cause the loss."""
         self._scheduler.release_slot(process)
 
     def of_slot(self, process: str) -> tuple[str, ...]:
@@ -149,11 +149,11 @@ class SlotProcesses:
         return (process,) if slot is None else slot.all_processes
 
     def is_running(self, process: str, slot: Slot | None) -> bool:
-        """Return whether `slot` is the slot of a process."""
+        """Return whether `slot` is still the slot of the process."""
         return slot is not None and self._slots.slot_of(process) is slot
 
     def in_flight(self, process: str) -> int:
-        """Return the number of batches at the slot of a process, awaited or not."""
+        """Return the number of batches at the slot of a process, including batches whose requests have ended."""
         return self._slots.in_flight(process)
 
     # --- watchdog -----------------------------------------------------------------------------------------------
@@ -167,13 +167,13 @@ class SlotProcesses:
         self._watchdog.on_pong(process, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield the processes of each slot that has computed for too long, with the reason to end them."""
+        """Yield the processes of each slot whose batch has exceeded `predict_timeout`, with the reason to end them."""
         for slot, reason in list(self._isolator.take_overdue(now)):
             yield from ((process, reason) for process in slot.processes)
 
     @property
     def next_ping_at(self) -> float:
-        """A time before which no ping and no answer to a ping is due."""
+        """A time before which neither a ping nor the answer to a ping is due, in monotonic seconds."""
         return self._watchdog.next_event_at
 
     def ping_idle(self, now: float) -> Iterator[str]:
@@ -185,7 +185,7 @@ class SlotProcesses:
                 yield process
 
     def silence_s(self, processes: Sequence[str], now: float) -> float | None:
-        """Return for how many seconds none of the processes has sent a message, if that is too long, else None."""
+        """Return the seconds since any of the processes sent a message; None if they are within the period."""
         return self._watchdog.silence_s(processes, now)
 
     @property

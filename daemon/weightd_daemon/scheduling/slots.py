@@ -1,9 +1,9 @@
 """The execution slots of one model, and the batches that each slot has.
 
-Callers identify a slot by its own name or by the name of any of its processes. A quick slot has credit for one batch
-beyond the running ones, so that it never waits for the daemon between two batches. A slot whose batches run long gets
-none in advance, and batches queued behind a long one are recalled: no request waits for one slot while another is free.
-A slot whose processes run in lockstep has credit for one batch, and that batch is never recalled.
+Callers identify a slot by its own name or by the name of any of its processes. A slot with quick batches gets one batch
+more than it can run at once, so that it never waits for the daemon between two batches. A slot whose batches run long
+gets no batch in advance, and batches queued behind a long one are recalled, so that no request waits for one slot while
+another is free. A slot whose processes run in lockstep gets one batch at a time, which is never recalled.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from weightd_daemon.scheduling.measurements import BatchTimes, ExecutionCounters
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# A slot whose batch has run for longer than this gets none in advance: sending the next batch then costs less than a
-# hundredth of the slot's time (a round trip takes a fraction of a millisecond, or a few milliseconds with 8 MiB).
+# Seconds below which a batch is quick. Only after quick batches does a slot get a batch in advance: a round trip takes
+# a fraction of a millisecond (a few with 8 MiB), which is less than a hundredth of the run time of longer batches.
 MAX_QUICK_S = 0.25
 
 
@@ -36,11 +36,11 @@ class Slot:
         policy: the batching policy of the loaded model.
         concurrency: the number of batches that the slot runs at once.
         batches: the batches by number, in the order in which the slot received them and starts them.
-        is_quick: whether the last batch was quick. A quick slot may have one batch queued behind the running ones.
-        lockstep: tracks the reports of processes that compute together; they never return an item for another slot.
+        is_quick: whether the last batch ran for less than `MAX_QUICK_S`, so that the slot may get a batch in advance.
+        lockstep: tracks the reports of processes that compute together; their items are never recalled.
         support_processes: processes that receive no batches, but without which the slot is lost.
         model_index: the index of the model in a process that serves several models.
-        idle_since: when it answered its last batch (monotonic seconds).
+        idle_since: when the slot answered its last batch, in monotonic seconds.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Slot:
 
     @property
     def has_confined(self) -> bool:
-        """Whether one of the batches is confined."""
+        """Whether one of the batches has a confined request."""
         return any(batch.isolation is Isolation.CONFINED for batch in self.batches.values())
 
     @property
@@ -91,7 +91,7 @@ class Slot:
 
     @property
     def queued_batches(self) -> list[Batch]:
-        """The batches that wait for the running ones."""
+        """The batches that the slot has received but not started."""
         return [batch for batch in self.batches.values() if not batch.has_started]
 
     def accepts(self, isolation: Isolation, now: float) -> bool:
@@ -117,13 +117,13 @@ class Slot:
         return starts
 
     def batch_of(self, number: int) -> Batch | None:
-        """Return the batch that has the unanswered item of this number, or None."""
+        """Return the batch that has the unanswered item with this number, or None."""
         return next((each for each in self.batches.values() if number in each.items), None)
 
     def finish_batch(self, batch: Batch, now: float) -> float:
         """Remove an answered batch; return for how many seconds it ran."""
         del self.batches[batch.number]
-        # A batch may have run although it was still considered queued here.
+        # The slot may have run a batch that the daemon still considered queued, so that its start is unknown.
         duration_s = now - batch.started_at if batch.started_at < now else 0.0
         self.is_quick = duration_s < MAX_QUICK_S
         self.idle_since = now
@@ -149,7 +149,7 @@ class SlotPool:
             read before a request is assigned.
         seen_devices: the devices that have or had slots. A replacement slot may start on any of them.
         has_lockstep: whether there is or was a slot whose processes run in lockstep.
-        slot_by_process: each slot by its name and by the names of its processes; read-only for others.
+        slot_by_process: each slot by its name and by the names of its processes; other objects must not change it.
     """
 
     def __init__(self) -> None:
@@ -158,14 +158,14 @@ class SlotPool:
         self._slots: dict[str, Slot] = {}
         self.accepting: dict[str, Slot] = {}
         self.merging: dict[str, Slot] = {}
-        # Accepting slots of shared processes that run a batch of another model now.
+        # Slots of shared processes, which accept batches again when the process has finished a batch of another model.
         self._paused: dict[str, Slot] = {}
         self.slot_by_process: dict[str, Slot] = {}
 
     # --- slots --------------------------------------------------------------------------------------------------
 
     def add(self, slot: Slot) -> None:
-        """Accept batches for a slot. If there already is a slot of this name, that one accepts batches again."""
+        """Add a slot that accepts batches. If a slot of this name exists, the existing one accepts batches again."""
         slot = self._slots.setdefault(slot.name, slot)
         self.has_lockstep = self.has_lockstep or slot.lockstep is not None
         self.accepting[slot.name] = slot
@@ -181,7 +181,7 @@ class SlotPool:
             self._update_merging()
 
     def retire(self, process: str) -> None:
-        """Stop assigning batches to the slot of a process. The slot may still answer earlier ones."""
+        """Stop assigning batches to the slot of a process. The slot may still answer earlier batches."""
         slot = self.slot_by_process.get(process)
         if slot is not None:
             self.accepting.pop(slot.name, None)
@@ -235,12 +235,12 @@ class SlotPool:
         return self.slot_by_process.get(process)
 
     def in_flight(self, process: str) -> int:
-        """Return the number of batches at the slot of a process, awaited or not."""
+        """Return the number of batches at the slot of a process, including batches whose requests have ended."""
         slot = self.slot_by_process.get(process)
         return 0 if slot is None else len(slot.batches)
 
     def is_busy(self, process: str) -> bool:
-        """Return whether the process computes, for this model or another one."""
+        """Return whether the process runs a batch of this model or of another one."""
         slot = self.slot_by_process.get(process)
         return slot is not None and slot.is_busy
 
@@ -267,9 +267,9 @@ class Execution(NamedTuple):
     Attributes:
         slot: the slot.
         batch: the batch.
-        last: the item that was answered last.
-        seconds: the run time.
-        ended_at: when the last item was answered.
+        last: the item whose answer completed the batch.
+        seconds: the run time of the batch.
+        ended_at: when the last item was answered, in monotonic seconds.
     """
 
     slot: Slot
@@ -286,10 +286,10 @@ class RunningBatches:
         slots: the slots of the model.
         times: records the durations of batches.
         predict_timeout: seconds after which a computing slot is considered to hang.
-        schedule_by: called with a time that is sooner than `next_check_at` was.
+        schedule_by: called with a new value of `next_check_at` that is sooner than the previous one.
         counters: the counters of the model.
-        on_ran: called with the request of a batch, the seconds that the batch took and the time, while there are
-            several tenants; not for batches of several requests, nor for parts of split requests.
+        on_ran: called, while several tenants send requests, with the request of each batch that ran one whole request,
+            the seconds that the batch took, and the current time.
 
     Attributes:
         next_check_at: a time before which `take_overdue` has nothing to do.
@@ -316,7 +316,7 @@ class RunningBatches:
         self._recalled: list[tuple[Slot, int]] = []
 
     def assign(self, slot: Slot, batch: Batch, now: float) -> list[Request]:
-        """Assign a batch to a slot; return the requests that start with it."""
+        """Assign a batch to a slot; return its requests that no slot has received before."""
         starting = [item.request for item in batch.items.values() if not item.request.has_started]
         for request in starting:
             request.has_started = True
@@ -335,7 +335,7 @@ class RunningBatches:
         return item
 
     def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, Execution | None]:
-        """Do what `finish` does, but return the execution if this was the batch's last item. The caller records it."""
+        """Do the same as `finish`, but also return the execution of a completed batch, for the caller to `record`."""
         slot = self._slots.slot_by_process.get(process)
         batch = slot.batch_of(number) if slot is not None else None
         if slot is None or batch is None:
@@ -365,16 +365,16 @@ class RunningBatches:
             self._counters.rows.add(batch.rows)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """End the matching requests at slots; return each request once, with whether a slot is running any of it.
+        """End the matching requests at slots; return each request once, with whether a slot is running any part of it.
 
-        A running batch cannot be stopped: it holds its slot's credit until the slot answers, and the answer is dropped.
+        A running batch cannot be stopped: it occupies its slot until the slot answers, and the answer is dropped.
         """
         return list(
             self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
         )
 
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
-        """End these requests at slots, without a look at others; return them as `end_matching` does."""
+        """End these requests at slots; return the same as `end_matching`."""
 
         def items_to_end(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
@@ -382,10 +382,10 @@ class RunningBatches:
         return self._end_items(items_to_end)
 
     def take_overdue(self, now: float) -> Iterator[tuple[Slot, Batch | None, list[BatchItem]]]:
-        """Remove the slots that have computed for too long, and recall batches queued behind one that runs long.
+        """Remove the slots in which a batch has exceeded `predict_timeout`; recall batches queued behind a long batch.
 
         Yields:
-            The slot, the batch that exceeded the time (None if the slot stays), and the items to queue again.
+            The slot, the batch that exceeded the timeout (None if the slot stays), and the items to queue again.
         """
         if now < self.next_check_at:
             return
@@ -410,7 +410,7 @@ class RunningBatches:
         )
 
     def recall(self, select: Callable[[Batch], list[int]]) -> list[BatchItem]:
-        """Recall the selected items of the batches that their slots have not started; return the awaited ones."""
+        """Recall the selected items of batches that no slot has started; return the items that are still awaited."""
         recalled: list[BatchItem] = []
         for slot in self._slots:
             for batch in slot.queued_batches:
@@ -427,7 +427,7 @@ class RunningBatches:
             self._on_ran(item.request, seconds, now)
 
     def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
-        """End the requests of the selected items; return each request with whether a slot is running any of it."""
+        """End the requests of the selected items; return each one with whether a slot is running any part of it."""
         ended: dict[Request, bool] = {}
         for slot in self._slots:
             for batch in list(slot.batches.values()):
@@ -441,7 +441,7 @@ class RunningBatches:
         return ended
 
     def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
-        """Remove items of a batch that the slot has not started; return the awaited ones."""
+        """Remove items of a batch that the slot has not started; return the items that are still awaited."""
         items = [batch.items.pop(number) for number in numbers]
         self._recalled += [(slot, number) for number in numbers]
         if not batch.items:

@@ -1,4 +1,4 @@
-"""Scheduling for several tenants at one model: their detection, long requests, and the charges of batches."""
+"""Scheduling for several tenants at one model: detects them, holds back long requests, and charges batches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weightd_daemon.scheduling.request_queue import RequestQueue
 from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 
-# The time in seconds for which a slot that was lost to a tenant counts as that tenant's slot, if it is not replaced
-# sooner.
+# Maximum seconds for which a slot that was lost because of a tenant counts as used by the tenant. The replacement of
+# the slot ends this sooner.
 REPLACEMENT_TIMEOUT_S = 10.0
 
-# The time in seconds after a request of another tenant in which no batch is queued behind a running one, because that
-# tenant may send another request.
+# Seconds after a request of a tenant for which batches of other tenants are not queued behind running ones, because the
+# tenant may send its next request.
 _RECENT_REQUEST_S = 1.0
 
 
@@ -32,7 +32,7 @@ class Tenancy:
     Args:
         queue: the queue of the model.
         slots: the slots of the model.
-        times: the durations of its batches.
+        times: the durations of the model's batches.
         clocks: the fair-share clocks of the devices, for all models.
         users: the tenants that use the slots; one object for all models of a shared process.
         concurrency: the number of batches that the slots can run at once when all of them are available.
@@ -63,8 +63,8 @@ class Tenancy:
         self._concurrency = concurrency
         self._schedule_by = schedule_by
         self._durations = Durations()
-        # When `last_tenant` sent its last request, and when any other tenant did. With a single tenant, no times are
-        # recorded.
+        # `_last_request_at`: when `last_tenant` sent its last request. `_other_request_at`: when any other tenant last
+        # sent one. Both are recorded only while several tenants send requests.
         self.last_tenant: Tenant | None = None
         self._last_request_at = self._other_request_at = -math.inf
         self.next_long_at = math.inf
@@ -87,7 +87,7 @@ class Tenancy:
             self._start()
             self._last_request_at = now
             if self.last_tenant is not None:
-                # The time of that tenant's last request was not recorded.
+                # Until now, there was a single tenant, and the times of its requests were not recorded.
                 self._users.on_request(self.last_tenant, now)
         if tenant is not self.last_tenant:
             self.last_tenant, self._other_request_at = tenant, self._last_request_at
@@ -104,28 +104,28 @@ class Tenancy:
         elif len(request_queue.tenants) > 1:
             clocks.multi_tenant_until = max(clocks.multi_tenant_until, now + MULTI_TENANT_HOLD_S)
         elif now >= clocks.multi_tenant_until:
-            # Running requests count as well, because they may return to the queue.
+            # Tenants with running requests are active, too, because these requests may return to the queue.
             active = {each.tenant for each in self._queue} | {each.request.tenant for each in self._slots.awaited_items}
             if len(active) > 1:
                 clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
                 return
             known = active if self.last_tenant is None else {*active, self.last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
-                # A tenant with long requests does not get the last slot while there are several tenants. Keep this
-                # reservation for the other tenants that were active.
+                # While several tenants are assumed, a tenant with long requests does not get the last slot. Continue to
+                # assume several tenants, so that the slot stays reserved for the others that were active recently.
                 return
             # A request of any tenant other than `last_tenant` shows that there are several tenants again.
             self.last_tenant = next(iter(active), self.last_tenant)
             request_queue.stop_multi_tenant()
 
     def has_others(self, now: float) -> bool:
-        """Return whether several tenants have queued requests, or another one has sent a request recently."""
+        """Return whether several tenants have queued requests, or a tenant without any has sent one recently."""
         active = self._queue.active_tenants.update()
         other_request_at = self._other_request_at if self.last_tenant in active else self._last_request_at
         return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
 
     def max_batch_s(self, default_s: float, now: float) -> float:
-        """Return the maximum duration of a batch, where it can be estimated; `default_s` without other tenants."""
+        """Return the maximum expected seconds of a batch; `default_s` while no other tenant waits for a slot."""
         return self.clocks.max_batch_s if self._queue.is_multi_tenant and self.has_others(now) else default_s
 
     def is_long(self, request: Request, now: float) -> bool:
@@ -138,7 +138,7 @@ class Tenancy:
         return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
 
     def is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Return whether the first request of a queue is long. In `normal` it never is, see `Turns.move_long`."""
+        """Return whether the first request of a queue is long; never in `normal`, see `Turns.move_long`."""
         request_queue = self._queue
         return request_queue.is_multi_tenant and queue is not request_queue.normal and self.is_long(request, now)
 
@@ -166,7 +166,7 @@ class Tenancy:
         return False
 
     def on_ran(self, request: Request, seconds: float, now: float) -> None:
-        """Record that a slot has run a request."""
+        """Record that a slot has run a batch of one whole request, which took `seconds`."""
         tenant = request.tenant
         self._durations.add(tenant, request.content_bytes, seconds, now)
         self._users.add_time(tenant, seconds)
@@ -185,19 +185,25 @@ class Tenancy:
     # --- lost slots ---------------------------------------------------------------------------------------------
 
     def is_confined_running(self, tenant: Tenant | None = None) -> bool:
-        """Return whether a slot has a confined batch, or was lost to one, of `tenant` if it is given."""
+        """Return whether a slot has a confined request, or was lost because of a tenant and is not replaced yet.
+
+        If `tenant` is given, only the requests and lost slots of this tenant count.
+        """
         if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
             return True
         return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots)
 
     def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
-        """Record that a slot is about to be lost to a tenant. It counts as the tenant's slot until it is replaced."""
+        """Record that a slot is about to be lost because of a tenant.
+
+        The slot counts as used by the tenant until it is replaced, or for at most `REPLACEMENT_TIMEOUT_S`.
+        """
         deadline = now + REPLACEMENT_TIMEOUT_S
         self._unreplaced_by_tenant[tenant] = len(self._slots.active), deadline
         self._schedule_by(deadline)
 
     def update_unreplaced(self, now: float) -> None:
-        """Stop counting lost slots that have been replaced, or that have not been replaced in time."""
+        """Stop counting lost slots that have been replaced, or whose replacement takes too long."""
         if not self._unreplaced_by_tenant:
             return
         slot_count = len(self._slots.active)

@@ -10,8 +10,8 @@ from typing import Any
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
-# Maximum number of regions that a worker keeps mapped. A connection may have fewer, so the regions of a request always
-# fit.
+# Maximum number of regions that a worker keeps mapped. A connection may register fewer, so the regions of one request
+# always fit.
 MAX_REGIONS = 64
 
 
@@ -21,8 +21,8 @@ class SharedRegion:
     Args:
         number: the number that identifies the region to workers.
         descriptor: the file descriptor of the region.
-        nbytes: the size, which is sealed and cannot change.
-        on_unreferenced: called with the descriptor when the last reference is gone. The callback may close the
+        nbytes: the size of the region in bytes, which a seal of the memfd makes unchangeable.
+        on_unreferenced: called with the descriptor when no reference to the object is left. The callback may close the
             descriptor, which takes as long as the kernel needs to free the memory.
     """
 
@@ -45,22 +45,22 @@ class SharedRegion:
 class WorkerRegions:
     """The regions that one worker has mapped, by number. The least recently used ones are unmapped first.
 
-    A worker obeys orders in sequence, so a region may be unmapped right after the last predict that names it, whether
-    or not that predict has run.
+    A worker executes orders in sequence. So the daemon may send the order to unmap a region right after the last
+    predict that uses the region, even if the predict has not run yet.
 
     Attributes:
-        latest_number: the region that was used last, or None. While requests name only this region, the worker needs no
-            message.
+        latest_number: the number of the region that was used last, or None. If a request uses only this region, the
+            worker needs no message about regions.
     """
 
     def __init__(self, max_regions: int = MAX_REGIONS) -> None:
         self.latest_number: int | None = None
         self._max_regions = max_regions
-        # In order of use, the latest last.
+        # The numbers of the mapped regions, as keys in order of use, the latest last.
         self._numbers: dict[int, None] = {}
 
     def mark_used(self, regions: Sequence[SharedRegion]) -> tuple[Sequence[int], Sequence[SharedRegion]]:
-        """Record that a request with these regions goes to the worker; return which to unmap first and which to map."""
+        """Record that a request uses these regions; return the numbers of regions to unmap first, and those to map."""
         missing = [memory for memory in regions if memory.number not in self._numbers]
         for memory in regions:
             self._numbers.pop(memory.number, None)
@@ -78,7 +78,7 @@ class WorkerRegions:
         return self._numbers.pop(number, 0) is None
 
     def clear(self) -> None:
-        """Forget all regions, because the worker is another process or has unmapped them."""
+        """Forget all regions, because another process has replaced the worker, or the worker has unmapped them."""
         self._numbers.clear()
         self.latest_number = None
 
@@ -87,8 +87,8 @@ class WorkerRegions:
 class TensorLocation:
     """A range of bytes in a shared memory region.
 
-    It has the length and the slices of a frame with the same content; only `fault_isolation.contents` and
-    `batching.split` read it. Memory that was never written reads as zeros, and reading does not allocate it.
+    Like a frame, a location has a length, and its slices are bytes. Only `fault_isolation.contents` and
+    `batching.split` read these bytes. Memory that was never written reads as zeros, and a read does not allocate it.
     """
 
     region: SharedRegion
@@ -117,7 +117,7 @@ class TensorLocations:
 
     Attributes:
         inputs: the locations of inputs.
-        outputs: the locations to which outputs may be written if they fit.
+        outputs: the locations to which a worker may write outputs, if the outputs fit.
         regions: the regions of all locations.
         mapped_regions: the description of the locations for workers, which know regions by number; None without
             locations.
@@ -158,7 +158,7 @@ NO_LOCATIONS = TensorLocations({}, {})
 def iterate_tensors(
     inputs: Sequence[TensorSpec], frames: Sequence[Any], locations: TensorLocations
 ) -> Iterator[tuple[TensorSpec, memoryview | TensorLocation]]:
-    """Yield each input with its bytes, from its frame or its location."""
+    """Yield the specification of each input with its bytes, from the input's frame or location."""
     remaining_frames = iter(frames)
     for index, spec in enumerate(inputs):
         location = locations.inputs.get(index)

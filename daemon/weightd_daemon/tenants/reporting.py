@@ -1,4 +1,4 @@
-"""Reports of tenants' usage to clients and to the log, and the maintenance of the usage table."""
+"""Reports the usage of tenants to clients and to the log, and maintains the usage table."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weightd_protocol import limits
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.schema import label
 
-# The interval between samples; shares cover six of them.
+# Seconds between two samples of the slot seconds; reported shares of tenants cover the last six samples.
 _SAMPLE_INTERVAL_S = 10.0
 
-# The maximum number of models in a log line. Models with the most slot seconds come first.
+# Maximum number of models in a log line; the models with the most slot seconds are listed.
 _MAX_MODELS = 8
 
 
@@ -32,12 +32,12 @@ class UsageReporter:
     """Maintains the usage table and logs the usage of tenants.
 
     Args:
-        tenants: the current tenants.
+        tenants: the configured tenants.
         usage_table: the usage of all tenants.
-        model_names: called when needed; returns the names of the existing models.
+        model_names: returns the names of the existing models.
 
     Attributes:
-        timers: the timers for the event loop.
+        timers: the timers that the event loop has to run.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class UsageReporter:
     def configure(self, interval_s: float, now: float) -> None:
         """Apply a new configuration; `interval_s` is the interval between log lines in seconds, 0 for no log."""
         if not self._tenants.has_tenants:
-            # Usage that belongs to removed tenants and models is dropped in any case.
+            # Without configured tenants no timer runs, so the usage of removed tenants and models is dropped or merged
+            # here.
             self._usage_table.keep_only(self._tenant_names(), self._model_names())
             self._log_interval_s = 0.0
             return
@@ -82,7 +83,7 @@ class UsageReporter:
 
 
 class TenantTotals(NamedTuple):
-    """The total usage of a tenant, including models that no longer exist, and the slot seconds of each model."""
+    """The total usage of a tenant, including usage of removed models, and the slot seconds of each model."""
 
     total: Usage
     seconds_by_model: Mapping[str, float]
@@ -126,7 +127,7 @@ _NO_TOTALS = TenantTotals(Usage(), {})
 
 
 def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
-    """Return the usage since `before`; all of `now` if the counters have started again from zero."""
+    """Return the difference between two totals of a tenant; `now` if the counters were reset between them."""
     if now.total.requests < before.total.requests:
         return now
     models = {
@@ -184,15 +185,16 @@ def tenant_statuses(
     queued: QueuedCounts,
     visible_models: Collection[str] | None = None,
 ) -> tuple[TenantStatus, ...]:
-    """Return the status of tenants, with the usage entries of the models with the most requests if there are too many.
+    """Return the status of tenants, with a usage entry for each model.
 
-    Omitted entries are added up in one entry of their tenant, so that the totals stay correct.
+    If there would be more than `MAX_ACCOUNTS` entries, those with the fewest requests are omitted. For each tenant, all
+    omitted and invisible entries are added up in one entry, so that the totals stay correct.
 
     Args:
         tenants: the tenants to report.
         usage_table: the usage of all tenants.
-        queued: the number of queued requests.
-        visible_models: the models that may have entries; None for all.
+        queued: the number of queued requests by tenant and model.
+        visible_models: the models that may have their own entries; None for all.
     """
     tenant_list = list(tenants)
     usages = {tenant.name: dict(usage_table.items(tenant.name)) for tenant in tenant_list}
@@ -203,7 +205,7 @@ def tenant_statuses(
         if model != OTHER_MODELS and (visible_models is None or model in visible_models)
     ]
     candidates.sort(key=lambda each: each[2].requests, reverse=True)
-    # Each tenant needs one more entry for the omitted models.
+    # Each tenant needs one further entry, for the sum of its omitted entries.
     max_listed = limits.MAX_ACCOUNTS - len(tenant_list)
     listed = {(name, model) for name, model, _ in candidates[:max_listed]}
     merged_counts = Counter(name for name, _, _ in candidates[max_listed:])

@@ -1,8 +1,8 @@
-"""Usage counters of each tenant for each model, and the quotas of tenants.
+"""Usage counters of each tenant for each model, and the current use of the tenants' quotas.
 
-The number of counters is limited by the configured tenants and models. The usage of models that no longer exist is
-added up in one entry; the usage of a tenant that no longer exists is dropped. Both wait until the requests in flight
-have ended.
+There is one entry for each pair of a configured tenant and a configured model. The usage of removed models is added up
+in one entry for each tenant, and the usage of removed tenants is dropped, but only after the requests in flight of that
+model or tenant have ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weightd_protocol.errors import ERRORS, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.schema import integer, mapping, number, text
 
-# The quotas of a tenant. An error names the quota that was exceeded.
+# The names of a tenant's quotas; an error has the name of the exceeded quota.
 QUOTAS = (
     "max_in_flight",
     "max_queue",
@@ -30,27 +30,29 @@ QUOTAS = (
     "priority_max",
 )
 
-# All reasons of a refusal: the quotas, and the codes of the other errors in which a request may end.
+# The reasons by which `Usage.refused` counts errors: the exceeded quotas, and the codes of all other errors.
 REASONS = (*QUOTAS, *ERRORS)
 
-# The model name of usage that belongs to no existing model.
+# The key, in place of a model's name, for the usage of removed models and for errors of messages that name no existing
+# model.
 OTHER_MODELS = ""
 
-# The estimated time in seconds until one of the tenant's requests has ended.
+# Seconds after which a client may repeat a rejected request: the estimated time until a request of the tenant has
+# ended.
 _RETRY_AFTER_S = 0.1
 
 _KNOWN_REASONS = frozenset(REASONS)
 
-# The maximum of a sum, so that values from a damaged file can still be sent and added to.
+# Maximum of a counter after an addition, so that large values from a damaged counters file can still be sent and added.
 _MAX_COUNT = 2**62
 
-# The number of recent samples from which shares are computed.
+# The number of samples of slot seconds that are kept to compute the tenants' shares.
 _SHARE_SAMPLES = 6
 
-# The maximum number of seconds in the file.
+# Maximum seconds of a counter in the counters file.
 _MAX_SECONDS = 1e15
 
-# The maximum number of byte-seconds in the file.
+# Maximum byte-seconds of a counter in the counters file.
 _MAX_BYTE_SECONDS = 1e27
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -58,7 +60,7 @@ _SECONDS = number(_MAX_SECONDS)
 
 
 class QuotaExceeded(ResourceExhausted):
-    """A quota of the tenant is exceeded.
+    """The error for a request or connection that exceeds a quota of its tenant.
 
     Attributes:
         quota: the name of the quota, one of `QUOTAS`.
@@ -71,7 +73,7 @@ class QuotaExceeded(ResourceExhausted):
 
 @dataclass(frozen=True)
 class UsageRecord:
-    """The stored form of a tenant's usage of a model; for the fields, see `Usage`."""
+    """The usage of a model by a tenant as stored in the counters file; `Usage` describes the fields."""
 
     tenant: str = field(metadata=text(limits.MAX_NAME_BYTES))
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -96,17 +98,18 @@ class Usage:
     """The usage of a model by a tenant. A request that ends counts once, in `served` or in `refused`.
 
     Attributes:
-        requests: requests received, including those refused at once.
-        served: requests answered.
-        rows: rows that have run and were answered, as far as the model's row inputs are known.
-        slot_seconds: seconds of slot time; a batch of several requests is divided by rows.
-        queue_seconds: seconds from the arrival of each request until a slot received it.
+        requests: the number of requests received, including those refused at once.
+        served: the number of requests answered.
+        rows: the number of rows that were run and answered, if it is known which inputs of the model have rows.
+        slot_seconds: the seconds for which slots ran requests of the tenant; requests in one batch divide its time by
+            rows.
+        queue_seconds: the sum of the seconds from the arrival of each request until a slot received it.
         bytes_in: tensor bytes received in messages, without shared memory.
         bytes_out: tensor bytes sent in messages, without shared memory.
-        unexpected_exits: slots that were lost to the tenant's requests.
-        in_flight: requests that were accepted and have not ended.
-        refused: the number of errors by reason, including errors of messages other than requests.
-        resident_byte_seconds: the memory that the model has had reserved on the tenant's account, times its duration.
+        unexpected_exits: the number of slots that were lost because of requests of the tenant.
+        in_flight: the number of requests that were accepted and have not ended.
+        refused: the number of errors by reason, including errors for messages other than requests.
+        resident_byte_seconds: the memory of the model that was charged to the tenant, in bytes multiplied by seconds.
     """
 
     __slots__ = (
@@ -137,7 +140,7 @@ class Usage:
         self.resident_byte_seconds = 0.0
 
     def admit(self, quota: Quota, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count a request with `nbytes` tensor bytes, here and in the quota of its tenant.
+        """Count a request with `nbytes` tensor bytes in this usage and in the quota of its tenant.
 
         Raises:
             QuotaExceeded: the request exceeds a quota and is not counted.
@@ -158,7 +161,7 @@ class Usage:
         self.add_queue_time(waited_s)
 
     def end(self, quota: Quota, nbytes: int, outcome: RequestError | int, *, has_started: bool) -> None:
-        """Record the end of an admitted request, with an error or with an answer of `outcome` tensor bytes."""
+        """Record the end of an admitted request; `outcome` is its error, or the tensor bytes of its answer."""
         quota.end_request(nbytes, has_started=has_started)
         if isinstance(outcome, int):
             self.count_served(outcome)
@@ -176,7 +179,7 @@ class Usage:
         self.queue_seconds += seconds
 
     def add_run(self, seconds: float, rows: int) -> None:
-        """Add the slot time and the rows of a request, or of a part of one."""
+        """Add the slot time in seconds and the rows of a request, or of one part of a split request."""
         self.slot_seconds += seconds
         self.rows += rows
 
@@ -199,7 +202,7 @@ class Usage:
 
     @property
     def refused_total(self) -> int:
-        """The total number of refusals."""
+        """The total number of errors in `refused`."""
         return sum(self.refused.values())
 
     @property
@@ -210,7 +213,7 @@ class Usage:
         )
 
     def add(self, other: Usage | UsageRecord) -> None:
-        """Add the counters of another usage, except its requests in flight and unknown reasons."""
+        """Add the counters of another usage, except its requests in flight and its refusals for unknown reasons."""
         self.requests = min(self.requests + other.requests, _MAX_COUNT)
         self.served = min(self.served + other.served, _MAX_COUNT)
         self.rows = min(self.rows + other.rows, _MAX_COUNT)
@@ -225,7 +228,7 @@ class Usage:
                 self.refused[reason] = min(self.refused.get(reason, 0) + count, _MAX_COUNT)
 
     def to_record(self, tenant: str, model: str) -> UsageRecord:
-        """Return the counters in stored form."""
+        """Return the counters as a record for the counters file."""
         return UsageRecord(
             tenant,
             model,
@@ -243,13 +246,13 @@ class Usage:
 
 
 class Quota:
-    """The current use of a tenant's quotas. It is counted without limits, too, because a reload may set one.
+    """The current use of a tenant's quotas, counted also for quotas without a limit, because a reload may set one.
 
     Attributes:
-        in_flight: requests that were accepted and have not ended.
-        waiting: requests in flight that no slot has received yet.
-        waiting_bytes: the tensor bytes of these.
-        connections: the number of connections.
+        in_flight: the number of requests that were accepted and have not ended.
+        waiting: the number of requests in flight that no slot has received yet.
+        waiting_bytes: the tensor bytes of the waiting requests.
+        connections: the number of open connections of the tenant.
     """
 
     __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
@@ -262,15 +265,15 @@ class Quota:
         self._messages = TokenBucket()
 
     def count_message(self, config: TenantConfig, now: float) -> None:
-        """Count a message of any kind from the tenant, or from another tenant on its account.
+        """Count a message of any kind that the tenant, or another tenant on this tenant's account, has sent.
 
         Raises:
-            QuotaExceeded: the tenant's rate is exceeded.
+            QuotaExceeded: the tenant has exceeded its `max_rate`.
         """
         rate = config.max_rate
         if not rate:
             return
-        # A rate below one message a second must allow a single message, too.
+        # With a rate below one message per second, a single message must still be possible.
         burst = max(1.0, rate)
         if not self._messages.take(rate, burst, now):
             missing = 1.0 - self._messages.tokens(rate, burst, now)
@@ -278,9 +281,9 @@ class Quota:
             raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
     def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count a request with `nbytes` tensor bytes, which waits from now on.
+        """Count a request with `nbytes` tensor bytes, which waits for a slot from now on.
 
-        The number of rows is the largest first dimension of the inputs.
+        For `max_rows`, the number of rows is the largest first dimension of the inputs.
 
         Raises:
             QuotaExceeded: the request exceeds a quota and is not counted.
@@ -294,7 +297,7 @@ class Quota:
             raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
         if config.max_queue and self.waiting >= config.max_queue:
             raise _quota_error("max_queue", config.max_queue, self.waiting)
-        # A single request may be larger.
+        # If no other request waits, a request may be larger than the limit.
         if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
             raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
         self.in_flight += 1
@@ -302,10 +305,10 @@ class Quota:
         self.waiting_bytes += nbytes
 
     def add_connection(self, config: TenantConfig) -> None:
-        """Count a connection, even if an error is raised.
+        """Count a new connection, even if this method raises an error.
 
         Raises:
-            QuotaExceeded: the tenant has too many connections; this one must be closed.
+            QuotaExceeded: the tenant has too many connections; the caller must close the new one.
         """
         self.connections += 1
         if config.max_connections and self.connections > config.max_connections:
@@ -313,12 +316,12 @@ class Quota:
             raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
 
     def start_request(self, nbytes: int) -> None:
-        """Record that a slot has received a request for the first time."""
+        """Record that a slot has received a waiting request of `nbytes` tensor bytes for the first time."""
         self.waiting -= 1
         self.waiting_bytes -= nbytes
 
     def end_request(self, nbytes: int, *, has_started: bool) -> None:
-        """Record the end of a request; `has_started` tells whether a slot had received it."""
+        """Record the end of a request; `has_started` tells whether a slot had received the request."""
         self.in_flight -= 1
         if not has_started:
             self.start_request(nbytes)
@@ -331,14 +334,14 @@ def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
 
 
 class UsageTable:
-    """The usage of all tenants."""
+    """The usage of all tenants, and recent samples from which the tenants' shares are computed."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, Usage]] = {}
         self._samples: deque[dict[str, float]] = deque(maxlen=_SHARE_SAMPLES)
 
     def usage_of(self, tenant: str, model: str) -> Usage:
-        """Return the usage of an existing model, or of `OTHER_MODELS`, by a tenant."""
+        """Return the usage of a model by a tenant, or of `OTHER_MODELS`; a missing entry is created."""
         usages = self._tenants.get(tenant)
         if usages is None:
             usages = self._tenants[tenant] = {}
@@ -348,7 +351,7 @@ class UsageTable:
         return usage
 
     def add_resident_time(self, tenant: str, model: str, byte_seconds: float) -> None:
-        """Add the memory that a model has had reserved on the account of a tenant; "" is no tenant."""
+        """Add the byte-seconds of reserved memory of a model to the usage of a tenant; ignore the tenant ""."""
         if tenant:
             self.usage_of(tenant, model).resident_byte_seconds += byte_seconds
 
@@ -371,11 +374,14 @@ class UsageTable:
         return sum(usage.slot_seconds for usage in self._tenants.get(tenant, {}).values())
 
     def sample(self) -> None:
-        """Take a sample of the slot seconds, at regular intervals. Shares cover the time since the oldest sample."""
+        """Record the slot seconds of all tenants; the caller does so at regular intervals.
+
+        `shares` covers the time since the oldest recorded sample.
+        """
         self._samples.append({tenant: self.slot_seconds(tenant) for tenant in self._tenants})
 
     def shares(self) -> dict[str, float]:
-        """Return each tenant's share of the recent slot seconds; empty if nothing has run."""
+        """Return each tenant's fraction of the slot seconds since the oldest sample; empty if nothing has run."""
         oldest = self._samples[0] if self._samples else {}
         seconds_by_tenant = {
             tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants
@@ -384,7 +390,10 @@ class UsageTable:
         return {tenant: seconds / total for tenant, seconds in seconds_by_tenant.items()} if total else {}
 
     def keep_only(self, tenants: Collection[str], models: Collection[str]) -> None:
-        """Drop tenants that no longer exist, and merge the usage of models that no longer exist into `OTHER_MODELS`."""
+        """Drop removed tenants, and merge the usage of removed models into `OTHER_MODELS`.
+
+        Tenants and models with requests in flight are kept.
+        """
         for tenant, usages in list(self._tenants.items()):
             is_idle = not any(usage.in_flight for usage in usages.values())
             if tenant not in tenants and is_idle:
@@ -396,7 +405,7 @@ class UsageTable:
                     self.usage_of(tenant, OTHER_MODELS).add(usage)
 
     def records(self) -> Iterator[UsageRecord]:
-        """Yield the records to store. Changes during the iteration may or may not be included."""
+        """Yield the records for the counters file. Changes during the iteration may be missing."""
         for tenant in list(self._tenants):
             for model, usage in list(self.items(tenant)):
                 yield usage.to_record(tenant, model)
@@ -405,5 +414,5 @@ class UsageTable:
         """Add the stored records of an earlier daemon."""
         for each in records:
             self.usage_of(each.tenant, each.model).add(each)
-        # Stored usage must not count in the shares.
+        # With this sample, the stored usage does not count in the shares, which cover only later usage.
         self.sample()

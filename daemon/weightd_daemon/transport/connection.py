@@ -21,10 +21,10 @@ class ClientIdentity(NamedTuple):
     """The identity of the client at the other end of a connection.
 
     Attributes:
-        origin: the process and the principal of the client's requests if no tenants are configured.
+        origin: the process and the principal that the client's requests have if no tenants are configured.
         is_direct: whether the client is connected to the daemon's own Unix socket, over which it can share memory.
-        credential: the proven properties from which the tenant of the client follows.
-        listener: the name of the ZeroMQ listener; "" for the daemon's own socket.
+        credential: the proven properties of the client, from which its tenant is derived.
+        listener: the name of the ZeroMQ listener to which the client has connected; "" for the daemon's own socket.
     """
 
     origin: ClientOrigin
@@ -34,14 +34,14 @@ class ClientIdentity(NamedTuple):
 
     @property
     def audit_name(self) -> str:
-        """The client in the audit log: its public key, or else its user or host."""
+        """The name of the client in the audit log: its public key if it has one, otherwise its user or host."""
         return f"key {self.credential.key}" if self.credential.key else self.origin.principal
 
 
 def unix_identity(connection: socket.socket) -> ClientIdentity:
     """Return the identity of the client at the other end of a Unix socket."""
     pid, uid, gid = peer_credentials(connection)
-    # Operators keep their rights whichever tenant they belong to, so that they cannot lock themselves out.
+    # Operators keep their rights whichever tenant they are assigned to, so that they cannot lock themselves out.
     credential = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
     return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=credential)
 
@@ -52,7 +52,7 @@ def user_account(uid: int) -> str:
 
 
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
-    """Return the identity of a client behind the proxy of a listener, as the proxy reports it."""
+    """Return the identity of a client behind the proxy of a listener, as the proxy reports the identity."""
     return ClientIdentity(
         _client_origin(peer.user, peer.pid or 0, connection),
         credential=PeerCredential(peer.uid, peer.gids, peer.public_key),
@@ -75,14 +75,14 @@ class ClientConnection:
         tenant: the tenant of the client; None if each of its messages is rejected.
         rejection: the error with which messages are rejected if `tenant` is None.
         origin: the process and the principal of the client's requests.
-        connected_at: the time of the connection, in monotonic seconds.
+        connected_at: when the daemon accepted the connection, in monotonic seconds.
         limit_account: the account whose connection limits apply: the user or host, or `NO_TENANT`.
-        has_sent_message: whether the client has sent a whole message.
+        has_sent_message: whether the client has sent at least one complete message.
         pending_requests: the number of requests in progress.
         is_closing: whether the daemon has shut the connection down or the client has closed it.
         incoming_bytes: the bytes of a partly received message that are reserved in the memory budget.
         unread_bytes: the bytes that the client has not read, which are reserved in the memory budget.
-        is_dropping: whether a warning about dropped replies was logged, because the client does not read.
+        is_dropping: whether a warning was logged that replies are dropped, because the client does not read them.
         backlog: the messages that were read but not handled yet.
     """
 
@@ -123,7 +123,7 @@ class ClientConnection:
 
     @property
     def tenant_name(self) -> str:
-        """The name of the tenant to which the connection counts; `NO_TENANT` if each of its messages is rejected."""
+        """The name of the client's tenant; `NO_TENANT` if each message of the client is rejected."""
         return NO_TENANT if self.tenant is None else self.tenant.name
 
     @property

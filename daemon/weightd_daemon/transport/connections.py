@@ -28,10 +28,10 @@ from weightd_protocol import limits
 from weightd_protocol.errors import RequestError
 from weightd_protocol.framing import FrameReader, Message
 
-# The maximum of unread bytes of one client. A reply of any size is queued if there are no unread bytes.
+# Maximum bytes of queued replies that a client has not read. A reply of any size is queued if no other is queued.
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
 
-# When the daemon stops, clients have this time to read their last replies.
+# Seconds that a stopping daemon waits for clients to read their last replies.
 _LINGER_TIMEOUT_S = 1.0
 
 _log = logging.getLogger("weightd.api")
@@ -42,10 +42,10 @@ class ConnectionCallbacks:
     """Callbacks of `ClientConnections`.
 
     Attributes:
-        free_memory: called with the key of a client and the bytes to reserve for it; frees memory and returns whether
-            the bytes can be reserved now.
+        free_memory: called with the key of a client and the number of bytes to reserve for this client; frees memory,
+            and returns whether the bytes can be reserved now.
         limit_account_of: returns the account whose connection limits apply to a client.
-        assign_tenant: sets the tenant of a connection; returns an error if the connection has to be closed at once.
+        assign_tenant: called with a connection; sets its tenant, and returns an error if it must be closed at once.
         on_message: called with each message, even if not all of its frames were kept.
         on_disconnecting: called with a connection and the error because of which it is closed, before it is closed.
         on_disconnected: called with a closed connection.
@@ -71,7 +71,8 @@ class ClientConnections:
 
     Attributes:
         reader: reads the messages of clients.
-        dropped_messages: the number of messages not sent, because their client had disconnected or did not read.
+        dropped_messages: the number of messages that were not sent because their client had disconnected or did not
+            read.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class ClientConnections:
         self._keys = itertools.count(1)
         self._limiter: ConnectionLimiter[ClientConnection] = ConnectionLimiter()
         self._is_full = False
-        # The connections whose small messages are held back; None outside of a `cork`.
+        # The connections whose small messages are held back since `cork` was called; None if they are not held back.
         self._corked: set[ClientConnection] | None = None
 
     def __iter__(self) -> Iterator[ClientConnection]:
@@ -150,19 +151,19 @@ class ClientConnections:
                 self._limiter.add(each, each.limit_account, each.tenant_name)
 
     def disconnect(self, connection: ClientConnection, reason: str) -> None:
-        """Shut a connection down. `on_disconnected` follows in a later turn of the loop, and cancels its requests."""
+        """Shut a connection down. Later, `on_disconnected` is called and cancels the client's requests."""
         if not connection.is_closing:
             self.reader.forget(connection)
             near = connection.origin.peer
             self._log.log(_log, logging.WARNING, connection.user, "disconnecting a client of %s: %s", near, reason)
             connection.shut_down()
             self._limiter.remove(connection)
-            # From now on the loop reports only the end of the connection. Further messages are not read.
+            # From now on, the event loop reports only the end of the connection, and further messages are not read.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._on_disconnected, connection))
 
     def close(self) -> None:
-        """Close all connections, after waiting `_LINGER_TIMEOUT_S` at most for clients to read their replies."""
+        """Close all connections; first wait up to `_LINGER_TIMEOUT_S` seconds for clients to read their replies."""
         self._uncork()
         deadline = event_loop.now() + _LINGER_TIMEOUT_S
         while any(each.unread_bytes for each in self) and event_loop.now() < deadline:
@@ -174,7 +175,8 @@ class ClientConnections:
         self._unix_listener.close()
 
     def _admit_message(self, key: bytes, nbytes: int) -> bool:
-        # The callback has the key, not the connection: a reference cycle would delay the release of the connection.
+        # This callback gets the key instead of the connection, because a reference cycle would delay the release of the
+        # connection's memory.
         return self.reader.admit_message(self._by_key[key], nbytes)
 
     def _disconnect_with_error(self, connection: ClientConnection, error: RequestError) -> None:
@@ -183,7 +185,7 @@ class ClientConnections:
         self.disconnect(connection, str(error))
 
     def _evict_excess(self) -> None:
-        """Disconnect clients if there are too many: children, logs and stores need descriptors, too."""
+        """Disconnect clients if there are too many, so that descriptors remain for processes, logs and page stores."""
         limit = max_client_descriptors()
         if len(self._by_key) > limit and not self._is_full:
             self._is_full = True
@@ -193,7 +195,7 @@ class ClientConnections:
             self.disconnect(each.connection, each.reason)
 
     def _on_disconnected(self, connection: ClientConnection) -> None:
-        # Messages that were read before are not handled any more.
+        # No more messages of the connection are handled, not even messages that were already read.
         connection.is_closing = True
         self.reader.forget(connection)
         del self._by_key[connection.key]
@@ -234,7 +236,7 @@ class ClientConnections:
             if connection.stream.send(frames):
                 return True
         except ConnectionError:
-            # The loop reports the end of the connection.
+            # The connection is removed when the event loop reports its end.
             self.dropped_messages += 1
             return True
         self._send_later(connection)
@@ -277,7 +279,7 @@ class ClientConnections:
             if connection.stream.flush():
                 self._loop.unwatch_writes(connection.stream.fileno())
         except ConnectionError:
-            # The reader closes the connection.
+            # The reader closes the connection when it detects the error, too.
             self._loop.unwatch_writes(connection.stream.fileno())
             return
         self._update_unread_bytes(connection)

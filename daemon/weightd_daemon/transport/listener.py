@@ -1,8 +1,8 @@
-"""The daemon's Unix socket: accepts connections, and counts a closed connection until its client has read everything.
+"""The daemon's Unix socket: accepts connections, and counts each until its client has read all data.
 
 The kernel charges unread data to the control group of the sender until the peer has read the data or closed its end,
 even if the sender has closed its own end. So the daemon keeps its end of a closed connection open, and counts the
-connection, until then.
+connection against the limits of its user, until the client has read the data or closed its end.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.framing import message_prefix
 from weightd_protocol.messages.inference import Error
 
-# This number of connections of a user have buffers of the kernel's default size (net.core.wmem_default). Further
-# connections have buffers of `_SMALL_BUFFER_BYTES`, because unread data is charged to the daemon.
+# Number of connections of a user that get send buffers of the kernel's default size (net.core.wmem_default). Further
+# connections get buffers of `_SMALL_BUFFER_BYTES`, because the kernel charges unread data to the daemon's memory.
 _MAX_DEFAULT_BUFFERS = 64
 _SMALL_BUFFER_BYTES = 8192
 
-# The number of refused connections of a user that may have an unread error message. Beyond it, no message is sent.
+# Maximum number of refused connections of a user that have an unread error message. Connections that are refused beyond
+# this number get no message.
 _MAX_UNREAD_REFUSALS = 64
 
-# The queue of connections to accept. A user whose connections are refused may fill it; at this length, others wait
-# behind them for a fraction of a second only.
+# Length of the kernel's queue of connections to accept. A user whose connections are refused may fill the queue; at
+# this length, other users wait behind these connections for only a fraction of a second.
 _LISTEN_BACKLOG = 128
 
 _POLL_INTERVAL_S = 0.1
 
-# The maximum of connections to poll in an interval. Each poll takes about a microsecond.
+# Maximum number of connections that one poll checks for unread data. Each check takes about a microsecond.
 _MAX_POLLED = 64
 
 _INT_FORMAT = struct.Struct("@i")
@@ -59,8 +60,8 @@ class UnixListener:
         loop: reports new connections.
         admission: limits the connections of each user.
         limit_account_of: returns the account whose limits apply to a connection.
-        on_connection: called with an accepted connection and the identity of its client. It has to call `add`, and
-            `shut_down` when the connection ends.
+        on_connection: called with an accepted connection and the identity of its client. The callback must call `add`,
+            and `shut_down` when the connection ends.
         log: logs the events of clients.
     """
 
@@ -77,7 +78,8 @@ class UnixListener:
         self._limit_account_of = limit_account_of
         self._on_accepted = on_connection
         self._log = log
-        # Unlike the close of a file, the close of a connection can always be interrupted: it has a separate closer.
+        # These connections have a separate closer, so that they do not wait for blocked closes of files. Unlike the
+        # close of a file, the close of a connection can always be interrupted.
         self._unread_connections = UnreadConnections(loop, DescriptorCloser(log_resource_error).close_socket)
 
     def listen(self, listener: socket.socket) -> None:
@@ -86,7 +88,7 @@ class UnixListener:
         Acceptor(listener, self._loop, self._on_connection, _log.error)
 
     def add(self, connection: socket.socket, limit_account: str) -> None:
-        """Count an open connection of a user. Connections beyond a limit get small buffers."""
+        """Count an open connection of a user; give it a small send buffer if the user has many connections."""
         if self._admission.add_connection(limit_account) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
 
@@ -101,7 +103,7 @@ class UnixListener:
         self._unread_connections.close()
 
     def _on_connection(self, connection: socket.socket) -> bool:
-        """Pass on a new connection, or refuse it before any other work; return whether the connection was passed on."""
+        """Pass on a new connection, or refuse it at once with little work; return whether it was passed on."""
         identity = unix_identity(connection)
         limit_account = self._limit_account_of(identity)
         reason = (
@@ -123,9 +125,10 @@ class UnixListener:
 
 
 class UnreadConnections:
-    """Connections that were shut down and whose clients have not read everything.
+    """Connections that were shut down, but whose clients have not read everything that the daemon has sent.
 
-    They count against the account whose connection limits apply to the client: a user, or all users without a tenant.
+    These connections still count against the account whose connection limits apply to the client: a user, or all users
+    without a tenant together.
 
     Args:
         loop: runs the timer.
@@ -140,7 +143,7 @@ class UnreadConnections:
         loop.add_timer(self._timer)
 
     def count_of(self, limit_account: str) -> int:
-        """Return the number of waiting connections of an account."""
+        """Return the number of connections of an account that were shut down but are not closed yet."""
         return self._count_by_account[limit_account]
 
     def shut_down(self, limit_account: str, connection: socket.socket, on_closed: Callable[[], object]) -> None:

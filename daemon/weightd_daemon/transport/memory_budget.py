@@ -8,20 +8,20 @@ from collections.abc import Callable
 from weightd_daemon.platform import memory
 from weightd_daemon.platform.event_loop import Timer
 
-# Freed blocks of at least this size are worth returning to the kernel explicitly.
+# Minimum bytes of a large message. The freed memory of large messages is returned to the kernel explicitly.
 LARGE_BYTES = 1024 * 1024
 
 
 class MemoryBudget:
-    """A common limit of the bytes that are kept for all clients.
+    """A common limit on the bytes that the daemon keeps for all clients.
 
     Args:
-        max_bytes: the limit. A single reservation may exceed it if there is no other.
+        max_bytes: the limit. A reservation may exceed the limit if nothing else is reserved.
         user_of: returns the principal of a client, "" if unknown. The clients of one principal count together.
         on_large: called whenever `LARGE_BYTES` or more are reserved at once.
 
     Attributes:
-        used_bytes: the reserved bytes.
+        used_bytes: the bytes that are reserved for all clients.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class MemoryBudget:
             self._on_large_reservation()
 
     def release(self, client: bytes, nbytes: int) -> None:
-        """Release `nbytes` of a client's reservation, which is empty after `release_all`."""
+        """Release `nbytes` of a client's reservation, or all of the reservation if it is smaller."""
         client_bytes = self._bytes_by_client.get(client, 0)
         if client_bytes and nbytes <= client_bytes:
             self._bytes_by_client[client] = client_bytes - nbytes
@@ -73,7 +73,11 @@ class MemoryBudget:
         self.used_bytes -= self._bytes_by_client.pop(client, 0)
 
     def largest_client(self, client: bytes, nbytes: int) -> bytes:
-        """Return the client to disconnect before `client` reserves `nbytes`: the largest of the largest user."""
+        """Return the client to disconnect before `client` reserves `nbytes`.
+
+        This is the client with the most bytes among the clients of the user with the most bytes. The bytes that
+        `client` wants to reserve are included.
+        """
         bytes_by_client = {**self._bytes_by_client, client: self.used_by(client) + nbytes}
         clients_by_user: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
         for each, held in bytes_by_client.items():
@@ -84,12 +88,13 @@ class MemoryBudget:
 
 _NEVER = float("inf")
 
-# Large messages often follow one another: memory that is returned earlier would be needed again at once.
+# Seconds from the last large message until freed memory is returned to the kernel. Large messages often follow one
+# another, so memory that is returned earlier would be needed again at once.
 TRIM_DELAY_S = 1.0
 
 
 class HeapTrimmer:
-    """Returns freed memory to the kernel a while after the last large message.
+    """Returns freed memory to the kernel `TRIM_DELAY_S` after the last large message.
 
     Args:
         memory_budget: shows whether large messages are still kept.

@@ -1,7 +1,7 @@
 """Non-blocking reader of client messages, with fair shares of the daemon's event loop for tenants.
 
-A message takes tens of microseconds of the loop's time, so a client that sends enough of them could take all of it.
-Therefore, while several users send messages, their connections wait in `TenantReadQueue`.
+A message takes tens of microseconds of the event loop's time, so a client that sends enough messages could use all of
+this time. Therefore, while several users send messages, their connections wait in `TenantReadQueue`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd_protocol.framing import Message
 
-# The maximum of messages of one client that are handled before other clients are served.
+# Maximum number of messages of one client that are handled before other clients are served.
 MAX_MESSAGES_PER_TURN = 16
 
-# The maximum of time for one connection before another tenant is served.
+# Maximum seconds for which one connection is served before another tenant is served.
 _TIME_SLICE_S = 1e-4
 
-# The maximum of clients that have sent a descriptor, but not yet the whole message to which it belongs.
+# Maximum number of clients that have sent a descriptor, but not yet the complete message that refers to it.
 _MAX_AWAITING_MESSAGE = 64
 
-# The maximum of bytes in one read, except within a large frame.
+# Maximum bytes of one read, except within a large frame.
 _READ_CHUNK_BYTES = 64 * 1024
 
 _UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors of this user are not closed yet; closing its connections"
@@ -45,11 +45,12 @@ class ReaderCallbacks:
     """Callbacks of `MessageReader`.
 
     Attributes:
-        free_memory: called with the key of a client and the bytes to reserve for it; frees memory and returns whether
-            the bytes can be reserved now.
+        free_memory: called with the key of a client and the number of bytes to reserve for this client; frees memory,
+            and returns whether the bytes can be reserved now.
         on_message: called with each message, even if not all of its frames were kept.
-        disconnect: called with a connection to close and the reason.
-        disconnect_invalid: the same for a client that violated the protocol, to which the reason is sent.
+        disconnect: called with a connection to close, and the reason for the log.
+        disconnect_invalid: called with a connection to close because its client violated the protocol, and the error to
+            send to the client.
         on_closed: called with a connection that its client has closed.
     """
 
@@ -61,7 +62,7 @@ class ReaderCallbacks:
 
 
 class MessageReader:
-    """Reads from connections, and passes on each message.
+    """Reads messages from connections, and passes each message on to a callback.
 
     Args:
         loop: reports readable connections.
@@ -69,7 +70,7 @@ class MessageReader:
         callbacks: receives messages and events.
 
     Attributes:
-        fd_closer: closes descriptors that are not used.
+        fd_closer: closes the unused descriptors that clients have sent.
     """
 
     def __init__(self, loop: EventLoop, memory_budget: MemoryBudget, callbacks: ReaderCallbacks) -> None:
@@ -80,7 +81,7 @@ class MessageReader:
         self._awaiting_message: set[ClientConnection] = set()
         self._backlogged: dict[ClientConnection, None] = {}
         self._read_queue = TenantReadQueue()
-        # The connections in the queue, and the one that is being served.
+        # The connections in the read queue, and the one that is being served.
         self._queued: set[ClientConnection] = set()
 
     def on_readable(self, connection: ClientConnection) -> None:
@@ -101,7 +102,7 @@ class MessageReader:
         memory_budget.release(key, connection.incoming_bytes)
         connection.incoming_bytes = 0
         if connection.tenant is None:
-            # Every message of this client is rejected.
+            # A client without a tenant: each of its messages is rejected, so that the header is enough.
             return False
         if nbytes > memory_budget.max_bytes or (
             not memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)
@@ -112,7 +113,7 @@ class MessageReader:
         return True
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
-        """Close the descriptors that a client has sent without a message for them."""
+        """Close the descriptors that a client has sent, and to which no message refers."""
         while connection.stream.descriptors:
             self.fd_closer.close(connection.limit_account, connection.stream.descriptors.popleft())
         if self.fd_closer.is_backlogged(connection.limit_account):
@@ -127,7 +128,7 @@ class MessageReader:
             self._read_queue.remove(connection)
 
     def _serve_backlogged(self) -> None:
-        """Continue with the connections that have more messages than one turn handles, after all others were served."""
+        """Continue with the connections that have more messages than one turn of the event loop handles."""
         backlogged, self._backlogged = self._backlogged, {}
         for connection in backlogged:
             if not connection.is_closing:
@@ -151,7 +152,7 @@ class MessageReader:
             self._loop.call_soon(self._serve_queue)
 
     def _handle_messages(self, connection: ClientConnection, deadline: float = math.inf) -> bool:
-        """Handle the backlog of a connection, or else read once; return whether nothing is left for now."""
+        """Handle the backlog of a connection, or read once if it is empty; return whether no message is left."""
         messages = connection.backlog or self._read_messages(connection)
         while messages:
             connection.has_sent_message = True
@@ -170,7 +171,8 @@ class MessageReader:
     def _read_messages(self, connection: ClientConnection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
-        # A read of a large frame is too long to be checked for descriptors in advance.
+        # A user with many descriptors that are not closed yet may not send more. Reads within a large frame are too
+        # long to be checked for descriptors in advance, so they are treated as if they had some.
         if (
             connection.identity.is_direct
             and self.fd_closer.pending
@@ -185,7 +187,7 @@ class MessageReader:
             self._callbacks.on_closed(connection)
             return deque()
         except RemoteProtocolError as error:
-            # The start of the next message cannot be found after an error in the framing.
+            # After an error in the framing, the start of the next message cannot be found.
             self._callbacks.disconnect_invalid(connection, InvalidArgument(str(error)))
             return deque()
         if stream.descriptors and not self._may_keep_descriptors(connection):
@@ -196,9 +198,10 @@ class MessageReader:
         return deque(messages)
 
     def _wait_for_message(self, connection: ClientConnection) -> None:
-        """Keep a client's descriptors until their message has been received; reject them if no message has begun.
+        """Keep a client's descriptors until their message is complete; reject them if no message has begun.
 
-        If too many clients wait for a message, the latest one of the user with the most of them is disconnected.
+        If too many connections have such descriptors, the daemon disconnects one of the user with the most of them: the
+        newest.
         """
         if connection.stream.frame_reader.is_idle:
             self.reject_descriptors(connection)
@@ -226,15 +229,17 @@ _NO_TENANT_QUEUE = Tenant("(no tenant)", TenantConfig(weight=MIN_WEIGHT))
 class TenantReadQueue:
     """Queue of connections with unread messages, which decides whose messages the daemon reads next.
 
-    The next tenant is the one that has used the least time of the loop, relative to its weight: a `FairClock` decides,
-    as it does for a device. The users of one tenant take turns. Without tenants, all users do.
+    The next tenant is the one that has used the least time of the event loop, relative to its weight. A `FairClock`
+    measures this, as for the time of a device. The users of one tenant take turns. Without tenants, all users take
+    turns.
     """
 
     def __init__(self) -> None:
         self._clock = FairClock()
-        # The connections of each tenant, by user.
+        # The queued connections of each tenant, by user.
         self._queues: dict[Tenant, RoundRobinQueue[ClientConnection]] = {}
-        # The queue of each connection: a reload may change the tenant and the user of a waiting connection.
+        # The tenant and user under which each connection was queued. A reload may change the tenant and user of the
+        # connection itself while it is queued.
         self._positions: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
         self._contended_until = -float("inf")
@@ -242,7 +247,7 @@ class TenantReadQueue:
     def is_contended(self, connection: ClientConnection) -> bool:
         """Record that a user sends; return whether another user has sent within the last `MULTI_TENANT_HOLD_S` seconds.
 
-        While only one user sends, this does not read the clock.
+        While only one user sends, this method does not read the system's clock, which saves time per message.
         """
         sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal)
         if sender != self._last_sender:
@@ -277,10 +282,13 @@ class TenantReadQueue:
         return tenant, connection
 
     def on_served(self, tenant: Tenant, seconds: float) -> None:
-        """Charge a tenant for the time of its connection. If the connection has more messages, it was added again."""
+        """Charge a tenant for the time that its connection took.
+
+        Before this call, the caller has to add the connection again if it has more messages.
+        """
         self._clock.start_batch({tenant: 1.0}, 0.0).settle(seconds)
         queue = self._queues.get(tenant)
-        # The queue has been removed if its other connections were closed meanwhile.
+        # The tenant's queue may have been removed already, if its other connections were closed meanwhile.
         if queue is not None and not queue:
             del self._queues[tenant]
             self._clock.remove_active(tenant)

@@ -1,4 +1,4 @@
-"""The daemon's side of its ZeroMQ proxies: has them forked, receives their clients, and restarts them."""
+"""The daemon's side of the ZeroMQ proxies: starts and restarts them, and receives their clients' connections."""
 
 from __future__ import annotations
 
@@ -33,20 +33,23 @@ from weightd_protocol.messages.inference import Error
 
 _log = logging.getLogger("weightd.api")
 
-# After this uptime, an exit is not counted as an early exit.
+# Seconds of uptime after which a proxy was healthy, so that the count of early exits starts anew.
 _HEALTHY_UPTIME_S = 10.0
 
-# Delays between early exits and restarts: none after the first exit, then from the initial one, doubled each time.
+# Seconds from an early exit to the restart: none after the first exit, then the initial delay, doubled after each
+# further exit up to the maximum.
 _INITIAL_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 5.0
 
-# A zygote starts within a few hundred milliseconds and forks within milliseconds: after this time it hangs.
+# Seconds after which a zygote that has not carried out a fork request is killed, because it hangs. A zygote starts
+# within a few hundred milliseconds and forks within milliseconds.
 _FORK_TIMEOUT_S = 5.0
 
 _NEVER = float("inf")
 
 
-# The user or host in a log line of a proxy, and the numbers, by which lines of the same kind differ.
+# Patterns for a log line of a proxy: the user or host, for the limit of lines per client, and the numbers, which are
+# removed to find lines of the same kind.
 _CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
 _NUMBER_PATTERN = re.compile(r"\d+")
 
@@ -56,11 +59,11 @@ class ProxyInfo:
     """State of one proxy.
 
     Attributes:
-        name: the name of its listener.
-        address: the address to which its clients connect.
-        pid: the pid of its process; 0 while none runs.
+        name: the name of the proxy's listener.
+        address: the address to which the proxy's clients connect.
+        pid: the pid of the proxy process; 0 while no process runs.
         peers: the number of connected clients that have sent a message.
-        restarts: the number of its processes that have exited.
+        restarts: the number of proxy processes of the listener that have exited.
     """
 
     name: str
@@ -75,10 +78,10 @@ class _Listener:
     """A listener and the state of its proxy process.
 
     Attributes:
-        stream: the link to the process; None while none runs.
-        started_at: the time of the last start, in monotonic seconds.
-        early_exits: the number of consecutive early exits.
-        restart_at: the time of the next start, in monotonic seconds.
+        stream: the socket to the proxy process; None while no process runs.
+        started_at: when a proxy process was last started, in monotonic seconds.
+        early_exits: the number of exits since a proxy process last ran for `_HEALTHY_UPTIME_S`.
+        restart_at: when to start the next proxy process, in monotonic seconds.
     """
 
     proxy: ProxyInfo
@@ -91,7 +94,7 @@ class _Listener:
 
 
 class ListenerAuth(NamedTuple):
-    """The key, the allowed clients and the connection limit of a listener; see `ProxyConfig`."""
+    """The secret key, the allowed clients and the connection limit of a listener; see `ProxyConfig`."""
 
     secret: str = ""
     keys: Sequence[str] | None = None
@@ -110,13 +113,13 @@ class ZmqProxies:
     """The ZeroMQ proxies of all listeners.
 
     Args:
-        listeners: by name, the listening socket, which remains the caller's, and the authentication of each listener.
+        listeners: by name, the listening socket and the authentication of each listener. The caller closes the sockets.
         loop: reports messages of the proxies.
         on_client: called with the name of a listener, the socket over which its proxy relays a new client, and the
             identity of that client.
         limits: the limits of each proxy.
         log: logs the events of clients.
-        zygote: forks the proxies, and belongs to this object; None to start one.
+        zygote: the process that forks the proxies; this object takes ownership of it. None to start a zygote.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class ZmqProxies:
         self._attach_zygote(zygote or _launch_zygote())
         self._proxy_numbers = itertools.count()
         self._proxy_by_number: dict[int, ProxyInfo] = {}
-        # The deadlines of the requested forks, by number, the earliest first.
+        # The deadlines of the requested forks, by the number of the proxy, the earliest first.
         self._fork_deadlines: dict[int, float] = {}
         self._listeners = [
             _Listener(ProxyInfo(name, address), listener, _proxy_config(name, address, limits, lock))
@@ -169,16 +172,17 @@ class ZmqProxies:
         for post in self._listeners:
             lock = auth_by_listener[post.proxy.name]
             post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
-            # Until a proxy has read this, it accepts clients by the old tables. The daemon applies the new tables.
+            # Until the proxy has read this message, it accepts clients by the old tables of keys and tenants. The
+            # daemon applies the new tables to these clients.
             if post.stream is not None:
-                with contextlib.suppress(ConnectionError):  # the proxy has exited: the next one starts with them
+                with contextlib.suppress(ConnectionError):  # the proxy has exited: the next one gets the new tables
                     is_all = post.stream.send(
                         [control.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)]
                     )
                     self._flush_if_unsent(is_all, post.stream)
 
     def close(self) -> None:
-        """Stop all proxies, once they have relayed the last replies; wait a few seconds for that."""
+        """Stop all proxies after they have relayed the last replies, which may take a few seconds."""
         for post in self._listeners:
             if post.stream is not None:
                 self._loop.remove(post.stream.fileno())
@@ -211,7 +215,7 @@ class ZmqProxies:
                     listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()]
                 )
             except OSError as error:
-                # The zygote has just exited, which the loop reports next.
+                # The zygote has just exited, which the event loop will report.
                 _log.debug("cannot request the proxy of listener %s: %s", listener.proxy.name, error.strerror)
                 del self._proxy_by_number[number]
             else:
@@ -260,7 +264,8 @@ class ZmqProxies:
             if stream.descriptors:
                 self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), event.identity)
             else:
-                # The kernel has closed the descriptor; the proxy then disconnects the client.
+                # The daemon has reached its limit of descriptors, so the kernel has closed the received one. The proxy
+                # then disconnects the client.
                 text = "no descriptor is left for a client of listener %s"
                 self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
 
@@ -290,7 +295,7 @@ class ZmqProxies:
             self._zygote_timer.set(now + _MAX_BACKOFF_S)
 
     def _on_zygote_readable(self, zygote: Zygote) -> None:
-        """Handle the messages of the zygote, or its exit, which ends all proxies."""
+        """Handle the messages of the zygote, or the exit of the zygote, which ends all proxies."""
         try:
             messages = zygote.stream.receive()
         except ConnectionError:
@@ -338,7 +343,7 @@ def _launch_zygote() -> Zygote:
 
 
 def backoff_s(early_exits: int) -> float:
-    """Return the delay in seconds before a proxy is restarted after this number of consecutive early exits."""
+    """Return the seconds before a proxy is restarted, after this number of consecutive early exits."""
     return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""One client of a proxy: its connection, its stream to the daemon, and the bytes that are buffered in between."""
+"""One client of a proxy: the connection to the client, the client's stream to the daemon, and buffered bytes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from weightd_daemon.platform.fd_closer import DescriptorCloser
     from weightd_daemon.platform.tenant_lookup import TenantLookup
 
-# The size of a read, except within a large frame.
+# Maximum number of bytes in one read from a client. A read of the remaining bytes of a large frame may be larger.
 _CHUNK_BYTES = 64 * 1024
 
-# Below this size, copying a message into one buffer costs less than having the kernel gather its frames.
+# Maximum size in bytes of a message whose frames are copied into one buffer before the message is sent. For larger
+# messages, sendmsg(2) with several frames takes less time.
 _MAX_JOINED_BYTES = 16 * 1024
 
-# The kernel detects within a minute that the host of a client has gone. On a Unix socket it knows at once.
+# Socket options for TCP, with which the kernel detects within a minute that the host of a client has crashed or is
+# unreachable.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -35,39 +37,41 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
 )
 
-# The size of a kernel buffer of a connection, and of the buffers of all connections of a user, approximately: the
-# kernel counts twice as much.
+# Maximum and minimum size in bytes of a kernel buffer of one connection, and approximate maximum of one such buffer for
+# all connections of a user together. The kernel doubles the sizes for its bookkeeping.
 _MAX_BUFFER_BYTES = 256 * 1024
 _MIN_BUFFER_BYTES = 8 * 1024
 _MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
 
 
-# The maximum of descriptors in one message. If a read had no space for them, the kernel would close them before the
-# read returns, and the client can make such a close take long (SO_LINGER).
+# Space for the maximum number of descriptors that a client can send at once (253). If a read had less space, the kernel
+# would close the other descriptors before the read returns, and the client can make such a close block (SO_LINGER).
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 class DescriptorsSent(Exception):
-    """A client has sent descriptors, which no message may have."""
+    """A client has sent file descriptors, which are not part of any message."""
 
 
 class ClientSocket:
-    """One of the two sockets of a client: its connection, or its stream to the daemon.
+    """One of the two sockets of a client: the connection to the client, or the client's stream to the daemon.
 
     Args:
-        client: the client.
+        client: the client to which the socket belongs.
         fd: the descriptor of the socket.
-        read_once: reads once and relays the result; returns False if more data could be relayed now.
+        read_once: reads from the socket once and relays the complete messages; returns False if more data can be
+            relayed without waiting.
 
     Attributes:
-        pause_reasons: the reasons not to read from the socket, as bits; 0 to read.
+        pause_reasons: bits for the reasons why nothing is read from the socket; 0 while it is read.
         is_open: whether the socket is open.
     """
 
     __slots__ = ("client", "fd", "is_open", "pause_reasons", "read_once")
 
-    # The socket is in the queue of `ReadTurns`; the other socket cannot take the data that was read; data is being
-    # encrypted or decrypted; the client is being disconnected.
+    # Bits of `pause_reasons`. WAITS_FOR_TURN: the socket is in the queue of `ReadTurns`. WAITS_FOR_OTHER_SOCKET: the
+    # client's other socket cannot take the data that was read. WAITS_FOR_CRYPTO: the crypto thread encrypts or decrypts
+    # data that was read. DISCONNECTING: the client is being disconnected.
     WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
 
     def __init__(self, client: ProxyClient, fd: int, read_once: Callable[[ProxyClient], bool]) -> None:
@@ -79,39 +83,40 @@ class ClientSocket:
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether data was read from the socket that has not been parsed yet."""
+        """Whether some data that was read from the socket has not been parsed yet."""
         client = self.client
         if self is client.client_socket:
             return client.protocol.is_backlogged
         return client.daemon_stream is not None and client.daemon_stream.frame_reader.is_backlogged
 
     def has_peer_closed(self) -> bool:
-        """Return whether the other end has closed the connection."""
+        """Return whether the other end of the socket has been closed."""
         poll = select.poll()
         poll.register(self.fd, 0)
         return bool(poll.poll(0))
 
 
 class ProxyClient:
-    """A client of the proxy.
+    """A client that is connected to the proxy.
 
     Args:
         connection: the connection to the client, which this object owns.
-        user: the user, or over TCP the host, to whose limits the client counts.
+        user: the user, or over TCP the host, to whose limits the connection counts.
         protocol: parses the bytes of the client.
-        connected_at: the time of the connection, in monotonic seconds.
+        connected_at: the time at which the client connected, in monotonic seconds.
         read_once: `ClientSocket.read_once` for the connection.
         fd_closer: closes descriptors that the client sends; None if the kernel refuses them.
 
     Attributes:
-        client_socket: the connection.
-        daemon_socket: the stream to the daemon, as a socket; None before the first message and after it was closed.
-        daemon_stream: the stream to the daemon; None likewise.
-        outgoing: the bytes for the client that were not sent yet.
-        encrypting_bytes: the bytes that are reserved for replies that are being encrypted.
+        client_socket: the connection to the client, as a `ClientSocket`.
+        daemon_socket: the stream to the daemon, as a `ClientSocket`; None before the client's first message and after
+            the stream was closed.
+        daemon_stream: the stream to the daemon; None when `daemon_socket` is None.
+        outgoing: the queue of bytes for the client that have not been sent yet.
+        encrypting_bytes: the estimated memory, in bytes, of the replies that the crypto thread is encrypting.
         buffered_bytes: the last result of `count_buffered_bytes`.
         has_sent_message: whether the client has sent a whole message.
-        pending_requests: the number of messages to the daemon, minus the number of its replies.
+        pending_requests: the number of messages sent to the daemon, minus the number of the daemon's replies.
         is_closed: whether the client was disconnected.
     """
 
@@ -154,7 +159,7 @@ class ProxyClient:
         self.has_sent_message = self.is_closed = False
 
     def identity(self) -> PeerIdentity:
-        """Return the identity of the client, by the kernel and the handshake.
+        """Return the client's identity, as the kernel and the handshake prove it.
 
         Raises:
             OSError: the client has disconnected.
@@ -167,16 +172,16 @@ class ProxyClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the daemon owes replies to the client, as far as the proxy can know."""
+        """Whether the daemon has sent fewer replies than it has received messages of the client."""
         return self.pending_requests > 0
 
     def receive(self) -> list[zmtp.MessageFrames]:
-        """Read once; return the messages that are now complete.
+        """Read from the connection once, or parse data that was read before; return the messages that are complete now.
 
         Raises:
             DescriptorsSent: the client has sent descriptors.
-            OSError: the client has disconnected, or there is no memory for a frame.
-            MemoryError: there is no memory for a frame.
+            OSError: the client has disconnected, or the memory for a frame cannot be mapped.
+            MemoryError: the memory for a frame cannot be allocated.
         """
         protocol, fd_closer = self.protocol, self.fd_closer
         if protocol.is_backlogged:
@@ -217,7 +222,7 @@ class ProxyClient:
             raise DescriptorsSent
 
     def send(self, chunks: Sequence[Any]) -> bool:
-        """Send bytes to the client, now or by `flush`; return whether all were sent.
+        """Send bytes to the client without waiting, and queue the rest for `flush`; return whether all bytes were sent.
 
         Raises:
             OSError: the client has disconnected.
@@ -237,7 +242,7 @@ class ProxyClient:
         return sent == len(data)
 
     def flush(self) -> bool:
-        """Send the bytes that are left; return whether all were sent.
+        """Send queued bytes to the client without waiting; return whether the queue is empty.
 
         Raises:
             OSError: the client has disconnected.
@@ -252,7 +257,7 @@ class ProxyClient:
         return True
 
     def count_buffered_bytes(self) -> int:
-        """Return the number of bytes that the proxy keeps for the client now."""
+        """Return the number of bytes that the proxy buffers for the client, in both directions."""
         count = self.protocol.held_bytes + self.outgoing.nbytes + self.encrypting_bytes
         if self.daemon_stream is not None:
             count += self.daemon_stream.unsent + self.daemon_stream.frame_reader.admitted_bytes
@@ -278,7 +283,7 @@ class ProxyClient:
 
 
 def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
-    """Return the user or host of a new connection, and whether it is an operator.
+    """Return the user or host of a new connection, and whether the client is an operator.
 
     Args:
         connection: the connection to the client.
@@ -297,7 +302,7 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
 
 
 def tenant_of(connection: socket.socket, key: str, tenant_lookup: TenantLookup) -> str | None:
-    """Return the name of the tenant of a client, or None.
+    """Return the name of a client's tenant; None if the client has no tenant.
 
     Args:
         connection: the connection to the client.
@@ -314,12 +319,12 @@ def tenant_of(connection: socket.socket, key: str, tenant_lookup: TenantLookup) 
 
 
 def kernel_buffer_bytes(connection_count: int) -> int:
-    """Return the size of a kernel buffer for a connection of a user with this number of connections, in bytes."""
+    """Return the size in bytes of each kernel buffer of a connection whose user has `connection_count` connections."""
     return min(max(_MAX_USER_BUFFER_BYTES // max(connection_count, 1), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
 
 
 def configure_socket(connection: socket.socket, connection_count: int) -> None:
-    """Set the options of a new connection of a user with this number of connections.
+    """Set the socket options of a new connection of a user who has `connection_count` connections.
 
     Raises:
         OSError: the client has disconnected.
@@ -332,7 +337,7 @@ def configure_socket(connection: socket.socket, connection_count: int) -> None:
 
 
 def set_buffer_sizes(connection: socket.socket, connection_count: int) -> None:
-    """Set the sizes of the kernel's buffers for data that one end has sent and the other has not read."""
+    """Set the sizes of the kernel's buffers of a socket, for a user who has `connection_count` connections."""
     nbytes = kernel_buffer_bytes(connection_count)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
     if connection.family != socket.AF_UNIX:

@@ -1,4 +1,4 @@
-"""The clients of a proxy by user: their connection limits, handshakes and buffered bytes."""
+"""Table of a proxy's clients by user. It enforces the limits on connections, handshakes and buffered bytes."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from weightd_daemon.zmq_proxy.control import ProxyConfig
 if TYPE_CHECKING:
     from weightd_common.peers import Peers
 
-# The time in which a client has to complete its handshake, and the number of a user's incomplete handshakes.
+# Seconds in which a client has to complete its handshake, and maximum number of incomplete handshakes of one user.
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_USER_HANDSHAKES = 256
 
-# After more than this was buffered, and nothing has changed for a while, memory is returned to the kernel.
+# When more bytes than this threshold were buffered, the proxy returns free memory to the kernel as soon as the number
+# of buffered bytes has not changed for `_TRIM_DELAY_S`.
 _TRIM_THRESHOLD_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 1.0
 
-# The connection to the client, and this end of the pair of sockets to the daemon.
+# Number of descriptors that the proxy needs for each client: the connection to the client, and one end of the socket
+# pair to the daemon.
 _DESCRIPTORS_PER_CLIENT = 2
 
 
 def max_connections(configured_limit: int = 0) -> int:
-    """Return the maximum of clients under the current limit of descriptors and `configured_limit`, where 0 is none."""
+    """Return how many clients the limit of descriptors and `configured_limit` (0 for none) allow."""
     descriptor_limit = max(1, max_client_descriptors() // _DESCRIPTORS_PER_CLIENT)
     return min(descriptor_limit, configured_limit) if configured_limit else descriptor_limit
 
@@ -48,9 +50,9 @@ class ProxyUser:
     """The connections of one user.
 
     Attributes:
-        clients: all clients.
-        handshakes: the clients whose handshake is not complete, the oldest first.
-        buffered_bytes: the bytes that are kept for all clients.
+        clients: the clients of the user.
+        handshakes: the clients of the user whose handshake is not complete, the oldest first.
+        buffered_bytes: the number of bytes that the proxy buffers for the clients of the user.
     """
 
     def __init__(self) -> None:
@@ -63,15 +65,15 @@ class ClientTable:
     """All clients of a proxy.
 
     Args:
-        config: the limits and the credentials of the tenants.
+        config: the configuration of the proxy, with the limits and the credentials of the tenants.
         loop: runs the timers.
         peers: identifies the clients of a TCP listener; None for a Unix socket.
-        disconnect: called with a client to disconnect and the reason.
+        disconnect: called with a client that exceeds a limit, and the reason; disconnects the client.
 
     Attributes:
         users: the users with connections, by name.
-        handshakes: the clients whose handshake is not complete, the oldest first.
-        buffered_bytes: the bytes that are kept for all clients.
+        handshakes: the clients of all users whose handshake is not complete, the oldest first.
+        buffered_bytes: the number of bytes that the proxy buffers for all clients.
     """
 
     def __init__(
@@ -108,10 +110,10 @@ class ClientTable:
             self._peers.close()
 
     def identify_user(self, connection: socket.socket) -> tuple[str, bool]:
-        """Return the user of a new connection, and whether it is an operator.
+        """Return the user to whose limits a new connection counts, and whether the client is an operator.
 
-        All users of a Unix socket without a tenant count as one user. Over TCP, users count separately, because the key
-        in the handshake may still show a tenant.
+        If tenants are configured, all users without a tenant count as one user on a Unix socket. Over TCP, they count
+        separately, because the tenant may become known only by the key in the handshake.
 
         Raises:
             OSError: the client has disconnected.
@@ -123,7 +125,7 @@ class ClientTable:
         return user if has_tenant else NO_TENANT, False
 
     def refusal_reason(self, user: str, now: float) -> str | None:
-        """Return why a new connection of a user is refused; None if it is accepted."""
+        """Return why a new connection of a user is refused; None if the connection is accepted."""
         return self._admission.refusal_reason(user, now)
 
     def connection_count(self, user: str) -> int:
@@ -131,7 +133,7 @@ class ClientTable:
         return len(self.users[user].clients) if user in self.users else 0
 
     def add(self, client: ProxyClient) -> None:
-        """Add a client whose handshake begins."""
+        """Add a new client, whose handshake begins; disconnect clients beyond the limits."""
         user = self.users.setdefault(client.user, ProxyUser())
         user.clients.add(client)
         user.handshakes[client] = self.handshakes[client] = None
@@ -157,7 +159,7 @@ class ClientTable:
             del self.users[client.user]
 
     def on_handshake_complete(self, client: ProxyClient) -> None:
-        """Record that a client has completed its handshake. A client with a key now counts to the tenant of the key."""
+        """Record that a client has completed its handshake. A client with a key now counts to the key's tenant."""
         self._forget_handshake(client)
         if client.protocol.mechanism.peer_key and self._tenant_lookup is not None:
             self._limiter.remove(client)
@@ -165,7 +167,7 @@ class ClientTable:
             self._evict_excess()
 
     def update_tenants(self, members: Sequence[TenantCredentials] | None) -> None:
-        """Use new credentials of tenants, and assign all clients to their new accounts."""
+        """Replace the credentials of the tenants, and assign each client to its new tenant."""
         self._tenant_lookup = _make_tenant_lookup(members)
         self._limiter = ConnectionLimiter()
         for each in sorted(self, key=lambda client: client.connected_at):
@@ -173,9 +175,9 @@ class ClientTable:
         self._evict_excess()
 
     def update_buffered_bytes(self, client: ProxyClient) -> None:
-        """Count the buffered bytes of a client; while the total exceeds the limit, disconnect the largest client.
+        """Count a client's buffered bytes again; while the total exceeds the limit, disconnect the largest client.
 
-        The largest client is the one with the most bytes of the user with the most bytes.
+        The largest client is the client with the most buffered bytes of the user with the most buffered bytes.
         """
         if client.is_closed:
             return
@@ -208,7 +210,7 @@ class ClientTable:
         return NO_TENANT
 
     def _evict_excess(self) -> None:
-        """Disconnect the clients beyond the limit of connections."""
+        """Disconnect clients until the limits on connections hold."""
         limit = max_connections(self._config.max_connections)
         limit_name = "max_connections" if limit == self._config.max_connections else "LimitNOFILE"
         for each in self._limiter.evict_excess(limit, limit_name):

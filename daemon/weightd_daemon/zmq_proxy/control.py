@@ -1,11 +1,12 @@
 """Control messages between daemon, zygote and proxies: JSON over `Stream`.
 
-- Daemon to zygote: `ProxyConfig.to_frames`, with the proxy's end of its link and the listener, requests a proxy.
+- Daemon to zygote: the frames of `ProxyConfig.to_frames` request a proxy. The descriptors of the listener and of the
+  proxy's end of its control link come with them.
 - Zygote to daemon: `ProxyEvent` reports the pid of a proxy, and later its exit status.
-- Daemon to proxy: the public keys that may connect from now on, and the credentials of the tenants.
-- Proxy to daemon: `PeerConnected` reports a client that has sent its first message, with one end of a pair of sockets
-  over which the client's messages follow. A number reports how many peers are left after one has disconnected.
-  `ProxyLogLine` is for the daemon's log.
+- Daemon to proxy: after a reload, the public keys that may connect and the credentials of the tenants.
+- Proxy to daemon: `PeerConnected` reports a client that has sent its first message. With it comes the descriptor of one
+  end of a socket pair, over which the proxy relays the client's messages. A number reports how many such clients are
+  left after one has disconnected. `ProxyLogLine` is a line for the daemon's log.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
 
-# The levels of `logging`, which a proxy does not import.
+# Log levels with the values of the module `logging`. A proxy does not import this module, to save memory.
 DEBUG, WARNING, ERROR = 10, 30, 40
 
 LogFunction = Callable[[int, str], object]
-"""Writes a log line with its level."""
+"""Type of a function that writes a log line; the arguments are the level and the text."""
 
 
 class ProxyConfig(NamedTuple):
@@ -32,16 +33,18 @@ class ProxyConfig(NamedTuple):
 
     Attributes:
         name: the name of the listener.
-        address: the address of the listening socket, in the notation of ZeroMQ.
-        max_frame_bytes: the largest frame. A client that announces a larger one is disconnected.
-        max_memory_bytes: the limit of the bytes that are buffered for all clients.
-        max_connections: the limit of clients; 0 for the limit that follows from the descriptors.
-        max_user_connections: the limit of connections of one user or host; 0 for none.
-        max_user_connection_rate: the limit of new connections of one user or host in a second; 0 for none.
+        address: the address of the listening socket in ZeroMQ's notation, such as "tcp://127.0.0.1:5555".
+        max_frame_bytes: the maximum size of a frame. A client that announces a larger frame is disconnected.
+        max_memory_bytes: the maximum number of bytes that the proxy buffers for all clients together.
+        max_connections: the maximum number of clients; 0 for as many as the limit of descriptors allows.
+        max_user_connections: the maximum number of connections of one user or host; 0 for no limit.
+        max_user_connection_rate: the maximum number of new connections of one user or host in a second, on average; 0
+            for no limit.
         secret_key: the secret key of the listener for CURVE, in Z85; "" without CURVE.
         allowed_keys: the public keys that may connect with CURVE; None for all keys.
         tenant_members: the credentials of the tenants; None if no tenants are configured.
-        error_prefix: the beginning of the message to a client that violates the protocol, see `error_frame`.
+        error_prefix: the encoded beginning of the error that is sent to a client that violates the protocol, see
+            `error_frame`.
     """
 
     name: str
@@ -57,23 +60,27 @@ class ProxyConfig(NamedTuple):
     error_prefix: bytes
 
     def to_frames(self, number: int) -> list[bytes]:
-        """Return the request to the zygote to fork a proxy with this number."""
+        """Return the frames that request a proxy with this configuration from the zygote.
+
+        `number` identifies the proxy in `ProxyEvent`.
+        """
         return [json.dumps([number, *self[:-1]]).encode(), self.error_prefix]
 
     def __repr__(self) -> str:
-        """Return a text without the secret key."""
+        """Return a text without the secret key, so that the key cannot get into a log."""
         return f"Terms({self.name!r}, {self.address!r})"
 
 
 class PeerIdentity(NamedTuple):
-    """The identity of a peer. The kernel knows it of a Unix socket, and the user or host over TCP.
+    """The identity of a client, as known from the kernel and from the handshake.
 
     Attributes:
-        uid: the user id; None over TCP.
-        pid: the process id; None over TCP, 0 in another pid namespace.
-        user: the user or host by which limits are counted, see `Peer.key`.
+        uid: the user id of the client's process on a Unix socket; None over TCP.
+        pid: the pid of the client's process on a Unix socket, or 0 if the process is in another pid namespace; None
+            over TCP.
+        user: the name of the user or host to whose limits the client counts, see `Peer.key`.
         gids: the group ids, the primary one first; empty over TCP.
-        public_key: the public key that the peer has proven to have, in Z85; "" without CURVE.
+        public_key: the client's public key in Z85, which the handshake has verified; "" without CURVE.
     """
 
     uid: int | None
@@ -84,7 +91,7 @@ class PeerIdentity(NamedTuple):
 
 
 class PeerConnected(NamedTuple):
-    """A peer has sent its first message. `peer_count` peers have done so and are connected."""
+    """Report of a client's first message. `peer_count` is the number of connected clients that have sent a message."""
 
     peer_count: int
     identity: PeerIdentity
@@ -98,12 +105,13 @@ class ProxyLogLine(NamedTuple):
 
 
 class ProxyEvent(NamedTuple):
-    """A report of the zygote about a proxy.
+    """Report of the zygote that a proxy was forked, could not be forked, or has exited.
 
     Attributes:
-        number: the number in the request to fork the proxy.
+        number: the number of the proxy from `ProxyConfig.to_frames`.
         pid: the pid of the proxy; 0 if it could not be forked.
-        status: None while the proxy runs; else its exit status, negative for a signal, or the errno of the fork.
+        status: None if the proxy was forked. If it has exited, the exit status, negative for a signal. If it could not
+            be forked, the errno.
     """
 
     number: int
@@ -116,12 +124,12 @@ class ProxyEvent(NamedTuple):
 
 
 def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool = False) -> Stream:
-    """Return a stream for control messages, which may be as long as the lists of keys and tenants require."""
+    """Return a stream for control messages. Its size limit is large enough for the lists of keys and tenants."""
     return Stream(connection, FrameReader(max_header_bytes=MAX_FRAME_BYTES), accepts_descriptors=accepts_descriptors)
 
 
 def parse_fork_request(frames: Sequence[Any]) -> tuple[int, ProxyConfig]:
-    """Return the number and the configuration from a request by `ProxyConfig.to_frames`."""
+    """Return the proxy's number and configuration from the frames of `ProxyConfig.to_frames`."""
     number, *fields, tenants = json.loads(frames[0])
     values: list[Any] = [*fields, _parse_members(tenants), bytes(frames[1])]
     return number, ProxyConfig(*values)
@@ -132,29 +140,29 @@ def _parse_members(rows: Sequence[Any] | None) -> list[TenantCredentials] | None
 
 
 def error_prefix(message: bytes) -> bytes:
-    """Return the value of `ProxyConfig.error_prefix` for an encoded error whose text is empty and last."""
+    """Return the value for `ProxyConfig.error_prefix`, from an encoded error whose last field is an empty text."""
     return message[:-1]
 
 
 def error_frame(prefix: bytes, text: str) -> bytes:
-    """Return an encoded error: `prefix` and the text, of at most 65,535 bytes, as a string of msgpack."""
+    """Return an encoded error: `prefix`, followed by `text` as a string of msgpack of at most 65,535 bytes."""
     encoded = text.encode()
     return prefix + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
 def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[TenantCredentials] | None) -> bytes:
-    """Return the encoded keys and tenants for a proxy; see `ProxyConfig`."""
+    """Return an encoded message with `allowed_keys` and `tenant_members` of `ProxyConfig`."""
     return json.dumps([keys, tenants]).encode()
 
 
 def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[TenantCredentials] | None]:
-    """Return the keys and tenants from a message by `encode_allowed_peers`."""
+    """Return `allowed_keys` and `tenant_members` from a message of `encode_allowed_peers`."""
     keys, tenants = json.loads(bytes(frame))
     return None if keys is None else [*keys], _parse_members(tenants)
 
 
 def parse_proxy_event(frame: Any) -> ProxyEvent:
-    """Return the event from a message by `ProxyEvent.to_frame`."""
+    """Return the event from a message of `ProxyEvent.to_frame`."""
     return ProxyEvent(*json.loads(bytes(frame)))
 
 
@@ -164,7 +172,7 @@ def encode_peer_connected(peer_count: int, identity: PeerIdentity) -> bytes:
 
 
 def encode_peer_count(peer_count: int) -> bytes:
-    """Return an encoded number of peers."""
+    """Return an encoded message with the number of connected clients that have sent a message."""
     return json.dumps([peer_count]).encode()
 
 
@@ -174,7 +182,7 @@ def encode_log_line(level: int, text: str) -> bytes:
 
 
 def parse_proxy_message(frame: Any) -> PeerConnected | ProxyLogLine | int:
-    """Return the content of a proxy's message; an int is the number of peers."""
+    """Return the content of a proxy's message. An int is the number of connected clients that have sent a message."""
     first, *rest = json.loads(bytes(frame))
     if not rest:
         return int(first)

@@ -1,7 +1,7 @@
 """The server's side of the security mechanism CURVE, for one connection: https://rfc.zeromq.org/spec/26.
 
-The client's commands are authenticated and encrypted from the first one on, by keys of this connection alone. The last
-command of the handshake proves that the client has the secret key to the public key that it presents.
+All commands of the client are encrypted and authenticated with keys that are generated for this connection. The
+client's last command of the handshake proves that the client has the secret key that belongs to its public key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nacl.exceptions import CryptoError
 from weightd_daemon.zmq_proxy.zmtp import COMMAND, MORE, SOCKET_METADATA, MechanismError, check_metadata
 from weightd_protocol.framing import allocate
 
-# base64.b85encode and Z85 differ only in their alphabets.
+# The alphabets of base64.b85encode and of Z85. The two encodings differ in nothing else.
 _B85 = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 _Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
@@ -29,26 +29,28 @@ _HELLO, _WELCOME, _INITIATE, _READY, _MESSAGE = b"\5HELLO\1\0", b"\7WELCOME", b"
 
 _HELLO_BYTES = 200
 _COOKIE_BYTES = 96
-# Offsets in an INITIATE command: its nonce, its box, and the metadata within the box.
+# Offsets in an INITIATE command: of its nonce, of its box (the encrypted part), and of the metadata within the
+# decrypted box.
 _INITIATE_NONCE = len(_INITIATE) + _COOKIE_BYTES
 _INITIATE_BOX = _INITIATE_NONCE + _NONCE_BYTES
 _INITIATE_METADATA = 128
 
 _MESSAGE_BOX = len(_MESSAGE) + _NONCE_BYTES
 _FLAGS_BYTES = 1
-# The COMMAND flag of a frame is another bit in the flags of an encrypted frame.
+# The bit that marks a command in the flags within an encrypted frame. It differs from the bit `COMMAND` in the header
+# of a frame.
 _ENCRYPTED_COMMAND_FLAG = 2
 
-# The public functions of PyNaCl copy a frame three times and block other threads meanwhile.
+# The C functions behind PyNaCl. PyNaCl's public functions copy a frame three times and block other threads meanwhile.
 _sodium: Any = importlib.import_module("nacl._sodium")
 _from_buffer: Callable[[Any], Any] = _sodium.ffi.from_buffer
 
-# Frames are copied in chunks of this size, between which other threads can run.
+# Size in bytes of the chunks in which a frame is copied. Between two chunks, other threads can run.
 _COPY_CHUNK_BYTES = 256 * 1024
 
 
 class CurveMechanism:
-    """The mechanism CURVE; see `Mechanism`.
+    """The server's side of CURVE for one connection; see `Mechanism`.
 
     Args:
         secret: the secret key of the server.
@@ -63,7 +65,8 @@ class CurveMechanism:
         self.is_complete = False
         self._server_secret_key = secret
         self._is_key_allowed = is_key_allowed
-        # The short-term keys of both sides, the cookie that identifies them, and the key that is derived from them.
+        # The temporary keys of the client (public) and of the server (secret), the cookie that the client has to return
+        # in its INITIATE command, and the shared key that is derived from the temporary keys.
         self._client_ephemeral_key = self._ephemeral_secret_key = self._cookie = self._shared_key = b""
         self._last_received_nonce = -1
         self._sent_count = 0
@@ -102,7 +105,8 @@ class CurveMechanism:
         if len(opened) < _INITIATE_METADATA:
             raise MechanismError("expected an INITIATE command with a vouch")
         server = bindings.crypto_scalarmult_base(self._server_secret_key)
-        # Only the owner of the client's secret key can make this box with the keys of this connection and this server.
+        # The vouch is encrypted with the client's secret key. It contains the client's temporary key and the server's
+        # public key, so it is not valid for another connection or another server.
         if (
             bindings.crypto_box_open(vouch, b"VOUCH---" + salt, key, self._ephemeral_secret_key)
             != self._client_ephemeral_key + server
@@ -154,7 +158,7 @@ class CurveMechanism:
         return sealed
 
     def _check_nonce(self, nonce: bytes) -> None:
-        """Check that a nonce is larger than all earlier ones, so that no command is accepted twice."""
+        """Check that a nonce is larger than all earlier nonces of the client, so that no command is accepted twice."""
         number = int.from_bytes(nonce, "big")
         if number <= self._last_received_nonce:
             raise MechanismError("a command was sent twice")
@@ -166,7 +170,7 @@ class CurveMechanism:
 
 
 def decode_secret_key(text: str) -> bytes:
-    """Return the secret key from its text in Z85."""
+    """Return the bytes of a secret key, given its text in Z85."""
     return base64.b85decode(text.encode().translate(bytes.maketrans(_Z85, _B85)))
 
 

@@ -1,4 +1,4 @@
-"""The control link of a proxy to the daemon: reports of the proxy, and its log lines."""
+"""The control link of a proxy to the daemon, over which the proxy reports clients and sends log lines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import ERROR, WARNING
 
-# The minimal interval between two log lines about refused, or about closed, connections of one user.
+# Minimum number of seconds between two log lines about refused connections of one user. It applies separately to log
+# lines about disconnected clients of the user.
 _LOG_INTERVAL_S = 10.0
 
-# The interval of attempts to send descriptors while the kernel refuses them to this process.
+# Seconds between attempts to send descriptors while the kernel refuses to take them.
 _RETRY_INTERVAL_S = 0.1
 
 
 class DaemonLink:
-    """Sends control messages to the daemon. Messages that the daemon does not read yet are queued.
+    """Sends control messages to the daemon. Messages that do not fit into the socket's buffer are queued.
 
     Args:
-        stream: the stream to the daemon.
+        stream: the stream of the control link.
         loop: reports when the stream is writable.
     """
 
@@ -36,35 +37,35 @@ class DaemonLink:
         loop.add_timer(self._retry_timer)
 
     def close(self) -> None:
-        """Send nothing more, because the daemon has closed its end."""
+        """Stop sending messages, because the daemon has closed its end of the link."""
         self._is_closed = True
         self._loop.remove(self.stream.fileno())
 
     def log_error(self, text: str) -> None:
-        """Log an error of the proxy itself."""
+        """Send a log line about an error of the proxy to the daemon."""
         self.send(control.encode_log_line(ERROR, text))
 
     def log_disconnect(self, user: str, reason: str) -> None:
-        """Log why a client of a user is disconnected, at most once per user and interval."""
+        """Log why a client of a user is disconnected, at most once in `_LOG_INTERVAL_S` for each user."""
         self._log_rate_limited(self._disconnect_log, user, f"disconnecting a client of {user}: {reason}")
 
     def log_refusal(self, user: str, reason: str) -> None:
-        """Log why a new connection of a user is refused, at most once per user and interval."""
+        """Log why a new connection of a user is refused, at most once in `_LOG_INTERVAL_S` for each user."""
         self._log_rate_limited(self._refusal_log, user, f"new connection of {user} refused: {reason}")
 
     def send(self, message: bytes, *descriptors: int) -> None:
-        """Send a message to the daemon.
+        """Send a message with descriptors to the daemon, or queue it.
 
         Raises:
-            OSError: the message has to be queued, and no descriptor is left for copies of its descriptors. The message
-                is not sent.
+            OSError: the message has to be queued, but its descriptors cannot be copied, because the process has reached
+                its limit of descriptors. The message is dropped.
         """
         if self._is_closed:
             return
         try:
             is_sent = self.stream.send([message], descriptors)
         except ConnectionError:
-            return  # the daemon has exited: the loop reports the end of the link
+            return  # the daemon has exited: `ZmqProxy` reads the end of the link and stops
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
@@ -80,8 +81,9 @@ class DaemonLink:
         except ConnectionError:
             pass  # as in `send`
         except OSError:
-            # The processes of this user have more descriptors in flight than the kernel allows (unix(7), ETOOMANYREFS).
-            # The link stays writable meanwhile, so a timer has to delay the next attempt.
+            # The kernel refuses the descriptors, because this user's processes have sent too many that were not
+            # received yet (ETOOMANYREFS in unix(7)). The link stays writable meanwhile, so a timer delays the next
+            # attempt.
             self._retry_timer.set(event_loop.now() + _RETRY_INTERVAL_S)
         self._loop.unwatch_writes(self.stream.fileno())
 
@@ -90,7 +92,7 @@ class DaemonLink:
             self._loop.watch_writes(self.stream.fileno(), self._flush)
 
     def _log_rate_limited(self, rate_limited_log: RateLimitedLog, user: str, text: str) -> None:
-        """Log a line that a user can cause at any rate."""
+        """Send a log line to the daemon, unless one about this user was sent in the last `_LOG_INTERVAL_S`."""
         suppressed_count = rate_limited_log.record(user, event_loop.now())
         if suppressed_count is not None:
             suffix = f" ({suppressed_count} more of {user} suppressed)" if suppressed_count else ""

@@ -1,6 +1,6 @@
 """The proxy process of one listener: it accepts clients, identifies them, and relays their messages to the daemon.
 
-No user may slow down another one: each user has its own limits of connections and memory, and users take turns.
+No user may slow down another user: the limits on connections and memory apply to each user, and users take turns.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
     from weightd_common.peers import Peers
     from weightd_daemon.platform.fd_closer import DescriptorCloser
 
-# Added to the limit of the address space: the allocator reserves address space for each thread without using it.
+# Number of bytes that are added to the limit of the address space, because the C allocator reserves address space for
+# each thread without using it.
 _ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 
 _NEVER = float("inf")
 
 
 def run(control_socket: socket.socket, listener: socket.socket, config: ProxyConfig) -> None:
-    """Serve clients until the daemon closes its end of the link."""
+    """Serve clients in this process until the daemon closes its end of the control link."""
     sandbox.set_process_name(f"zmq-proxy {config.name}")
     raise_descriptor_limit()
     raise_oom_score()
@@ -52,7 +53,8 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
     sandbox.drop_privileges()
     if crypto_thread is not None:
         crypto_thread.start()
-    # A frame is mapped when its length is announced, before the total is checked against the limit of memory.
+    # Allow twice `max_memory_bytes`: the buffer of a frame is mapped when the client announces the frame's length,
+    # before the total is checked against the limit.
     sandbox.limit_growth(
         initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES,
         may_start_threads=fd_closer is not None,
@@ -62,7 +64,7 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
 
 
 class ZmqProxy:
-    """Accepts clients on a listener, and relays their messages.
+    """Accepts clients on a listening socket, and relays their messages to the daemon.
 
     Args:
         listener: the listening socket.
@@ -97,7 +99,7 @@ class ZmqProxy:
             self._loop.add(crypto_thread.descriptor, crypto_thread.collect)
 
     def run(self) -> None:
-        """Relay messages until the daemon closes its end of the link; then relay the last replies for a while."""
+        """Relay messages until the daemon closes the link; then relay its last replies for at most `LINGER_S`."""
         while self._stops_at == _NEVER:
             self._loop.run_once()
         while not self._relay.is_idle and event_loop.now() < self._stops_at:
@@ -109,7 +111,7 @@ class ZmqProxy:
         self._loop.close()
 
     def _on_connection(self, connection: socket.socket) -> bool:
-        """Begin the handshake with a new client, or refuse it before any other work; return False if it was refused."""
+        """Refuse a new connection, or begin the handshake with the client; return False if it was refused."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
@@ -152,7 +154,7 @@ class ZmqProxy:
                 self._allowed_keys = _key_set(keys)
                 self._clients.update_tenants(tenants)
         except ConnectionError:
-            # The last replies of the daemon are still relayed, but no more requests.
+            # Relay no more requests. The last replies of the daemon are still relayed.
             self._link.close()
             self._acceptor.stop()
             self._relay.stop_reading()
@@ -166,7 +168,7 @@ def _new_peers() -> Peers:
 
 
 class _AllKeys:
-    """The set of all keys."""
+    """A set that contains every key."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -177,7 +179,7 @@ def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _AllKeys:
 
 
 def _new_fd_closer() -> DescriptorCloser:
-    """Return a closer for descriptors, which clients can send before Linux 6.16. It starts threads on demand."""
+    """Return a thread pool that closes clients' descriptors, which Linux before 6.16 cannot refuse."""
     from weightd_daemon.platform.fd_closer import INTERRUPT, DescriptorCloser  # noqa: PLC0415 - not every proxy needs it
 
     signal.signal(INTERRUPT, _ignore_signal)
@@ -185,4 +187,4 @@ def _new_fd_closer() -> DescriptorCloser:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing. The signal interrupts a system call that blocks."""
+    """Do nothing: the purpose of the signal is to interrupt a blocked system call."""

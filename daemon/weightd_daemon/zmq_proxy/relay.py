@@ -1,6 +1,7 @@
 """Relays messages between the clients of a proxy and the daemon, over a separate stream for each client.
 
-Back-pressure is applied for each client: while one of its two sockets cannot take data, nothing is read from the other.
+Each client has its own back-pressure: while one of its two sockets cannot take more data, the proxy does not read from
+the other socket.
 """
 
 from __future__ import annotations
@@ -28,28 +29,29 @@ if TYPE_CHECKING:
     from weightd_daemon.zmq_proxy.daemon_link import DaemonLink
     from weightd_daemon.zmq_proxy.turns import CryptoThread
 
-# When the daemon exits or closes a stream, clients have this time to read their last replies.
+# Maximum number of seconds for which clients may still read their last replies after the daemon has exited or has
+# closed their streams.
 LINGER_S = 1.0
 
-# The delay between the last byte to a client and the close of its connection. Over TCP, bytes that the client has not
-# read by then may be lost if the client goes on sending.
+# Seconds between the last byte that is sent to a client and the close of its connection. Over TCP, if the client is
+# still sending when the connection is closed, it may lose bytes that it has not read yet.
 _CLOSE_DELAY_S = 0.1
 
 _NEVER = float("inf")
 
 
 class Relay:
-    """Relays the messages of all clients, from their admission until their connections are closed.
+    """Relays the messages of all clients of a proxy in both directions, and disconnects clients.
 
     Args:
         loop: reports readable and writable sockets.
         config: the configuration of the proxy.
         link: the control link to the daemon.
-        peers: see `ClientTable`.
+        peers: identifies the clients of a TCP listener; None for a Unix socket.
         crypto_thread: encrypts and decrypts large frames; None without CURVE.
 
     Attributes:
-        clients: all clients.
+        clients: the table of all clients.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Relay:
         self._link = link
         self._error_prefix = config.error_prefix
         self._crypto_thread = crypto_thread
-        # The number of clients with a stream to the daemon.
+        # Number of clients that have a stream to the daemon.
         self._peer_count = 0
         self._close_deadlines: dict[ProxyClient, float] = {}
         self._close_timer = Timer(self._on_close_timer)
@@ -74,16 +76,16 @@ class Relay:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no client has a stream to the daemon, and none is being disconnected."""
+        """Whether no client has a stream to the daemon and no client is being disconnected."""
         return not self._peer_count and not self._close_deadlines
 
     def add(self, client: ProxyClient) -> None:
-        """Start to read from a new client."""
+        """Add a new client, and start to read from it."""
         self._loop.add(client.client_socket.fd, functools.partial(self._turns.on_readable, client.client_socket))
         self.clients.add(client)
 
     def stop_reading(self) -> None:
-        """Read nothing more from clients. The daemon's replies are still relayed."""
+        """Stop reading from clients. The daemon's replies are still relayed."""
         for each in self.clients:
             self._turns.pause(each.client_socket, ClientSocket.DISCONNECTING)
 
@@ -105,7 +107,10 @@ class Relay:
     # --- clients to daemon --------------------------------------------------------------------------------------
 
     def _handle_messages(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> bool:
-        """Relay messages, and handle everything else that a read has produced; see `ClientSocket.read_once`."""
+        """Handle all results of a read from a client; return as `ClientSocket.read_once` does.
+
+        The results are complete messages, replies of the handshake, a PONG, an error, and a frame to decrypt.
+        """
         protocol = client.protocol
         if client in self.clients.handshakes:
             replies, protocol.replies = protocol.replies, []
@@ -126,7 +131,7 @@ class Relay:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
             self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
         self.clients.update_buffered_bytes(client)
-        # A paused socket with a backlog is read again by `ReadTurns.resume_with_backlog`.
+        # If the socket is paused for another reason, `ReadTurns.resume_with_backlog` parses the remaining data later.
         return bool(client.client_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN) or not protocol.is_backlogged
 
     def _forward(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> None:
@@ -142,13 +147,13 @@ class Relay:
                     stream.send(frames)
                 stream.uncork()
         except ConnectionError:
-            return  # the replies that the daemon has sent before are read first
+            return  # the daemon has closed the stream: its last replies are read before the client is disconnected
         if stream.unsent:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
     def _flush_to_daemon(self, client: ProxyClient, stream: Stream) -> None:
-        """Send more of a client's messages, because the daemon has read some."""
+        """Send more of a client's messages, because the stream to the daemon is writable again."""
         try:
             if not stream.flush():
                 self.clients.update_buffered_bytes(client)
@@ -160,7 +165,7 @@ class Relay:
         self.clients.update_buffered_bytes(client)
 
     def _on_decrypted(self, client: ProxyClient, result: Any) -> None:
-        """Relay the result of a decryption in the crypto thread; None if there was no memory for it."""
+        """Relay the frame that the crypto thread has decrypted; `result` is None if there was no memory for it."""
         if client.is_closed:
             return
         if result is None:
@@ -173,7 +178,7 @@ class Relay:
                 self._turns.resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
 
     def _open_daemon_stream(self, client: ProxyClient) -> Stream | None:
-        """Open the stream of a client that has sent its first message, and send the daemon's end to the daemon."""
+        """Create a client's stream to the daemon at its first message, and send the daemon's end to the daemon."""
         try:
             identity = client.identity()
             proxy_end, daemon_end = socket.socketpair()
@@ -193,7 +198,7 @@ class Relay:
             with daemon_end:
                 self._link.send(control.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
         except OSError as error:
-            # No descriptor is left for a copy that has to be queued.
+            # The message would have to be queued, but no descriptor is left for a copy of `daemon_end`.
             self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
         return client.daemon_stream
@@ -201,7 +206,7 @@ class Relay:
     # --- daemon to clients --------------------------------------------------------------------------------------
 
     def _read_daemon(self, client: ProxyClient) -> bool:
-        """Read from the daemon; see `ClientSocket.read_once`."""
+        """Read from a client's stream to the daemon; see `ClientSocket.read_once`."""
         stream = client.daemon_stream
         if stream is None:
             return True
@@ -235,7 +240,7 @@ class Relay:
         )
 
     def _on_encrypted(self, client: ProxyClient, chunks: list[Any] | None) -> None:
-        """Send the result of an encryption in the crypto thread; None if there was no memory for it."""
+        """Send the bytes that the crypto thread has encrypted; `chunks` is None if there was no memory for them."""
         if client.is_closed:
             return
         client.encrypting_bytes = 0
@@ -248,7 +253,7 @@ class Relay:
         self._shut_down_when_sent(client)
 
     def _send_to_client(self, client: ProxyClient, chunks: Sequence[Any]) -> None:
-        """Send bytes to a client. While some are left, nothing more is read from the daemon for this client."""
+        """Send bytes to a client. Until all are sent, do not read from the client's stream to the daemon."""
         try:
             is_sent = client.send(chunks)
         except OSError:
@@ -260,7 +265,7 @@ class Relay:
             self._loop.watch_writes(client.client_socket.fd, functools.partial(self._flush_to_client, client))
 
     def _flush_to_client(self, client: ProxyClient) -> None:
-        """Send more bytes to a client, because it has read some."""
+        """Send more bytes to a client, because the connection to the client is writable again."""
         try:
             is_sent = client.flush()
         except OSError:
@@ -274,7 +279,7 @@ class Relay:
         self._shut_down_when_sent(client)
 
     def _send_pong(self, client: ProxyClient, content: bytes) -> None:
-        """Send a PONG, unless other bytes for the client are queued, which also show that the proxy is alive."""
+        """Send a PONG, unless other bytes for the client are queued: they also show that the proxy is alive."""
         client.protocol.pending_pong = None
         if not client.outgoing.nbytes and not client.encrypting_bytes:
             self._send_to_client(client, [zmtp.encode_pong(client.protocol.mechanism, content)])
@@ -292,13 +297,15 @@ class Relay:
         if side is client.client_socket:
             self._remove_client(client)
         elif client not in self._close_deadlines:
-            # The client still receives earlier responses of the daemon, if it reads them in time.
+            # The daemon has closed the stream. The client still gets queued responses, if it reads them within
+            # `LINGER_S`.
             self._close_gracefully(client)
 
     def _reject(self, client: ProxyClient, reason: str) -> None:
-        """Disconnect a client that violated the protocol, after sending it the reason."""
+        """Send the reason to a client that has violated the protocol, and disconnect it."""
         self._link.log_disconnect(client.user, reason)
-        # Messages must be encrypted in the order in which they are sent, so none may pass a large reply.
+        # Send no reason while the crypto thread encrypts replies: messages have to be sent in the order of their
+        # nonces.
         if client.protocol.is_ready and not client.encrypting_bytes:
             frame = control.error_frame(self._error_prefix, f"{reason}; closing this connection")
             self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
@@ -307,14 +314,14 @@ class Relay:
             self._close_gracefully(client)
 
     def _close_gracefully(self, client: ProxyClient) -> None:
-        """Read nothing more from a client, and close its connection when all bytes were sent or after `LINGER_S`."""
+        """Stop reading from a client, and close its connection after all bytes were sent, or after `LINGER_S`."""
         self._turns.pause(client.client_socket, ClientSocket.DISCONNECTING)
         deadline = self._close_deadlines.setdefault(client, event_loop.now() + LINGER_S)
         self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
     def _shut_down_when_sent(self, client: ProxyClient) -> None:
-        """Shut down the connection of a client that is being disconnected, if everything was sent."""
+        """Shut down the connection to a client that is being disconnected, once all bytes were sent."""
         if (
             client in self._close_deadlines
             and client.daemon_stream is None
@@ -341,7 +348,7 @@ class Relay:
             self._link.send(control.encode_peer_count(self._peer_count))
 
     def _disconnect(self, client: ProxyClient, reason: str) -> None:
-        """Disconnect a client at once."""
+        """Log the reason, and disconnect a client without sending queued bytes."""
         self._link.log_disconnect(client.user, reason)
         self._remove_client(client)
 

@@ -1,4 +1,4 @@
-"""The sandbox of a proxy, which leaves it only its sockets, a limited amount of memory, and processor time."""
+"""The sandbox of a proxy process, which can then use only its sockets, a limited amount of memory, and CPU time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _PR_SET_NAME = 15
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_COUNT = 64
 
-# From <linux/landlock.h>; the numbers of the system calls are the same on all machines. The tables map versions of the
-# ABI to the number of known rights. A rule set forbids the rights that it handles, unless a rule allows them.
+# System calls and flags of landlock(7). The system call numbers are the same on all architectures. Each table maps a
+# version of the landlock ABI to the number of rights that this version knows; each right is one bit, as in
+# <linux/landlock.h>. A rule set forbids all rights that it handles, unless a rule allows them.
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _LANDLOCK_VERSION = 1
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
@@ -30,14 +31,15 @@ _STDERR = 2
 
 
 def set_process_name(name: str) -> None:
-    """Set the name of this process, of which ps shows the first 15 bytes."""
+    """Set the name that ps shows for this process. The kernel keeps its first 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Drop all capabilities for good, and deny access to files.
+    """Drop all capabilities permanently, and deny access to files.
 
-    Threads that are started later inherit the restrictions; earlier ones would not have them.
+    Call this before other threads are started: later threads inherit the restrictions, existing threads do not get
+    them.
     """
     for number in range(_CAPABILITY_COUNT):
         _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
@@ -48,14 +50,15 @@ def drop_privileges() -> None:
     _restrict_access()
     _set_limit(resource.RLIMIT_CORE, 0)
     if not stat.S_ISREG(os.fstat(_STDERR).st_mode):
-        # A log file on stderr must be able to grow. Landlock forbids to open other files, if the kernel has it.
+        # Forbid writing to files. If stderr is a log file, the log must be able to grow, so only landlock protects
+        # files.
         _set_limit(resource.RLIMIT_FSIZE, 0)
 
 
 def limit_growth(max_bytes: int, *, may_start_threads: bool = False) -> None:
-    """Forbid new processes and threads, unless `may_start_threads`, and limit the address space to `max_bytes`.
+    """Limit the address space to `max_bytes`; forbid new processes and threads, unless `may_start_threads`.
 
-    The kernel does not apply the limit of processes to root.
+    The limit on processes has no effect if the process runs as root.
     """
     if not may_start_threads:
         _set_limit(resource.RLIMIT_NPROC, 0)
@@ -63,13 +66,13 @@ def limit_growth(max_bytes: int, *, may_start_threads: bool = False) -> None:
 
 
 def _restrict_access() -> None:
-    """Deny access to files, TCP ports and other processes, as far as the kernel's version of landlock(7) can."""
+    """Deny access to files, TCP ports and other processes, as far as the kernel's landlock(7) supports this."""
     version = landlock_version()
     if version < 1:
         return
     handled_rights = [sum(_supported_bits(bits, version)) for bits in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)]
     rules = (ctypes.c_uint64 * 3)(*handled_rights)
-    # The kernel rejects a structure with fields that it does not know.
+    # Pass only the fields that this landlock version knows, because the kernel rejects a structure with other fields.
     size = 8 * (1 + (version >= min(_NETWORK_RIGHTS)) + (version >= min(_SCOPES)))
     descriptor = _libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
     if descriptor >= 0:
@@ -78,7 +81,7 @@ def _restrict_access() -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's landlock ABI; less than 1 without landlock."""
+    """Return the version of the kernel's landlock ABI; a number less than 1 if the kernel has no landlock."""
     version: int = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     return version
 
@@ -98,14 +101,15 @@ def _set_limit(resource_id: int, limit: int) -> None:
 # Only glibc has this function.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-# Less than the increment of a holder in `weightd_common.process_attributes`, which is not imported to save memory: the
-# loss of a holder costs more, but a proxy is restarted at once.
+# Added to the OOM score that the proxy has inherited from the daemon. It is less than a holder's increment in
+# `weightd_common.process_attributes`, which is not imported to save memory. The loss of a holder costs more, but
+# killing a proxy does not free memory for long, because it is restarted at once.
 _OOM_SCORE_INCREMENT = 100
 _OOM_SCORE_PATH = "/proc/self/oom_score_adj"
 
 
 def raise_oom_score() -> None:
-    """Make the kernel kill this process before the daemon when memory runs out."""
+    """Raise the OOM score of this process, so that the kernel kills it before the daemon when memory runs out."""
     with contextlib.suppress(OSError, ValueError), open(_OOM_SCORE_PATH, "rb+", 0) as file:
         score = min(int(file.read()) + _OOM_SCORE_INCREMENT, 1000)
         file.seek(0)
@@ -113,12 +117,12 @@ def raise_oom_score() -> None:
 
 
 def mapped_bytes() -> int:
-    """Return the size of the mapped address space, whether its pages are used or not."""
+    """Return the size in bytes of this process's mapped address space, including pages that are not in memory."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def trim_heap() -> None:
-    """Return freed memory to the kernel, which takes a few milliseconds for each 50 MiB."""
+    """Return the free memory of the C allocator to the kernel. This takes a few milliseconds for each 50 MiB."""
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,6 +1,6 @@
-"""Fair order of a proxy's work: reads from its sockets, and encryption and decryption of large frames.
+"""Fair scheduling of a proxy's work: reads from sockets, and encryption and decryption of large frames.
 
-Users take turns, and so do the sockets of one user.
+Users take turns, and the sockets of one user take turns.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.zmq_proxy.client import ClientSocket
 
-# The number of reads in a turn of the loop that need not wait in the queue.
+# Maximum number of sockets that are read without delay in one turn of the loop. Further readable sockets are queued.
 _MAX_READS_PER_TURN = 2
 
-# The time for reads from the queue before the loop checks all other descriptors again.
+# Maximum number of seconds for reads from queued sockets before the loop checks all descriptors again.
 _TIME_SLICE_S = 2e-4
 
 
 class ReadTurns:
-    """Reads from the sockets of clients: at once while few are readable, else from one user after another.
+    """Schedules reads from the sockets of clients: without delay while few are readable, else one user after another.
 
     Args:
         loop: reports readable sockets.
-        on_peer_closed: called with a paused socket whose other end was closed.
+        on_peer_closed: called with a paused socket whose other end has been closed.
     """
 
     def __init__(self, loop: EventLoop, on_peer_closed: Callable[[ClientSocket], object]) -> None:
@@ -38,7 +38,7 @@ class ReadTurns:
         self._reads_this_turn = 0
 
     def on_readable(self, side: ClientSocket) -> None:
-        """Read from a socket or queue it; if it is paused, check whether its other end was closed."""
+        """Read from a socket or put it into the queue. If it is paused, check whether its other end has been closed."""
         if side.pause_reasons:
             if side.has_peer_closed():
                 self._on_peer_closed(side)
@@ -53,20 +53,20 @@ class ReadTurns:
             self._enqueue(side)
 
     def pause(self, side: ClientSocket, reason: int) -> None:
-        """Stop reading from a socket, for one more reason."""
+        """Add a reason to pause a socket, and stop reading from it."""
         if side.is_open and not side.pause_reasons:
             self._loop.pause_reading(side.fd)
         side.pause_reasons |= reason
 
     def resume(self, side: ClientSocket, reason: int) -> None:
-        """Remove a reason to pause a socket, and read from it again if there is no other."""
+        """Remove a reason to pause a socket, and read from the socket again if it has no other reason."""
         if side.pause_reasons & reason and side.is_open:
             side.pause_reasons &= ~reason
             if not side.pause_reasons:
                 self._loop.resume_reading(side.fd)
 
     def resume_with_backlog(self, side: ClientSocket, reason: int) -> None:
-        """Like `resume`, but first parse the data that was already read."""
+        """Like `resume`, but first parse the data that was read from the socket before."""
         if side.pause_reasons == reason and side.is_backlogged and side.is_open:
             side.pause_reasons = 0
             self._loop.resume_reading(side.fd)
@@ -75,7 +75,7 @@ class ReadTurns:
             self.resume(side, reason)
 
     def remove(self, side: ClientSocket) -> None:
-        """Stop reading from a socket for good."""
+        """Stop reading from a socket that will be closed."""
         self._queue.remove(side.client.user, side)
         self._loop.remove(side.fd)
 
@@ -83,13 +83,13 @@ class ReadTurns:
         self._reads_this_turn = 0
 
     def _enqueue(self, side: ClientSocket) -> None:
-        """Pause a socket until its turn."""
+        """Put a socket into the queue, and pause it until its turn."""
         self.pause(side, ClientSocket.WAITS_FOR_TURN)
         self._queue.put(side.client.user, side)
         self._loop.call_soon(self._serve_queue)
 
     def _serve_queue(self) -> None:
-        """Read from the sockets in the queue for one time slice."""
+        """Read from the sockets in the queue for at most one time slice."""
         deadline = event_loop.now() + _TIME_SLICE_S
         while self._queue:
             side = self._queue.take()
@@ -107,10 +107,10 @@ _Task = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class CryptoThread:
-    """A thread that encrypts and decrypts large frames, one call at a time; users take turns.
+    """Thread that encrypts and decrypts large frames. It runs one task at a time; users take turns.
 
     Attributes:
-        descriptor: readable when `collect` has results to deliver.
+        descriptor: a descriptor that is readable when `collect` has results to deliver.
     """
 
     def __init__(self) -> None:
@@ -120,20 +120,20 @@ class CryptoThread:
         self._tasks_changed = threading.Condition()
 
     def start(self) -> None:
-        """Start the thread, which runs as long as the process."""
+        """Start the thread, which runs until the process exits."""
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
-        """Call `function` in the thread for a user.
+        """Have the thread call `function`, as a task of a user.
 
-        `collect` then calls `on_done` with the result, or with None if there was no memory.
+        After that, `collect` calls `on_done` with the result, or with None if `function` raised MemoryError.
         """
         with self._tasks_changed:
             self._tasks.put(user, (function, on_done))
             self._tasks_changed.notify()
 
     def collect(self) -> None:
-        """Deliver the results that are ready."""
+        """Call `on_done` of each task that has finished, with its result."""
         os.eventfd_read(self.descriptor)
         while self._results:
             done, result = self._results.popleft()
@@ -150,6 +150,6 @@ class CryptoThread:
             except MemoryError:
                 result = None
             self._results.append((done, result))
-            # Without this, the thread would keep the large frames until the next call.
+            # Drop the references to the large frames. Otherwise they would stay in memory until the next task.
             del call, done, result
             os.eventfd_write(self.descriptor, 1)

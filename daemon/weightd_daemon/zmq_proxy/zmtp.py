@@ -1,10 +1,10 @@
 """The accepting side of ZMTP 3.0 and 3.1, without I/O: https://rfc.zeromq.org/spec/23 and /37.
 
-A peer sends a greeting of 64 bytes, then frames. A frame consists of a byte of flags, its length in one byte or in
-eight, and its content; it is a command or a part of a message. The first commands are the handshake of a security
-mechanism: `NullMechanism`, or `weightd_daemon.zmq_proxy.curve.CurveMechanism` if the listener has a key.
+A peer sends a greeting of 64 bytes, then frames. A frame consists of one byte of flags, its length in one or eight
+bytes, and its content. It is either a command or a part of a message. The first commands are the handshake of a
+security mechanism: `NullMechanism`, or `weightd_daemon.zmq_proxy.curve.CurveMechanism` if the listener has a key.
 
-Each limit is checked when the length of a frame is known, before any of its content is kept.
+The limits are checked as soon as the length of a frame is known, before its content is stored.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES, allocate
 
 MORE, LONG, COMMAND = 1, 2, 4
 
-# A READY command of libzmq has about 40 bytes, and an INITIATE command of CURVE about 300.
+# Maximum size of a command in bytes. READY of libzmq has about 40 bytes, and INITIATE of CURVE about 300.
 MAX_COMMAND_BYTES = 4096
 
-# The work of one call of `ZmtpConnection.receive`. The remaining bytes stay unparsed until the next call.
+# Maximum numbers of messages and frames that one call of `ZmtpConnection.receive` parses, for fairness.
 MAX_MESSAGES_PER_PARSE = 16
 MAX_FRAMES_PER_PARSE = 128
 
-# With CURVE, longer frames are encrypted and decrypted in the crypto thread, which takes about a millisecond for each
-# MiB: see `ZmtpConnection.pending_work`.
+# With CURVE, frames of at least this number of bytes are encrypted and decrypted in the crypto thread, because this
+# takes about a millisecond for each MiB: see `ZmtpConnection.pending_work`.
 CRYPTO_THREAD_BYTES = 512 * 1024
 
-# An incomplete frame that is shorter stays among the unparsed bytes; a longer one gets its own buffer.
+# An incomplete frame of at least this number of bytes gets its own buffer. A smaller one stays in the unparsed bytes.
 _LARGE_FRAME_BYTES = 8 * 1024
 
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
@@ -38,25 +38,25 @@ _PING, _PONG = b"\4PING", b"\4PONG"
 _TTL_BYTES = 2
 _CONTEXT_BYTES = 16
 
-# The socket types of libzmq that connect to a ROUTER socket, without REQ: weightd's messages have no delimiter.
+# Socket types of clients. REQ is not supported, because weightd's messages have no empty delimiter frame.
 _SOCKET_TYPES = (b"DEALER", b"ROUTER")
 
 MessageFrames = list[Any]
 
 
 class ZmtpLimits(NamedTuple):
-    """The largest sizes that a peer may send, in bytes."""
+    """Maximum sizes, in bytes, of a frame and of a message from a peer."""
 
     max_frame_bytes: int
     max_message_bytes: int
 
 
 class MechanismError(Exception):
-    """A peer violates the security mechanism, or may not connect.
+    """A peer has violated the security mechanism, or is not allowed to connect.
 
     Args:
-        text: the reason.
-        status: the reason to send to the peer in an ERROR command; "" for no command.
+        text: the reason, for the log.
+        status: the reason that is sent to the peer in an ERROR command; "" if no ERROR is sent.
     """
 
     def __init__(self, text: str, status: str = "") -> None:
@@ -65,14 +65,14 @@ class MechanismError(Exception):
 
 
 class Mechanism(Protocol):
-    """The security mechanism of one connection.
+    """Interface of the security mechanism of one connection.
 
     Attributes:
         name: the name of the mechanism in the greeting.
-        as_server: the value of `as-server` in the greeting.
-        peer_key: the public key that the peer has proven to have, in Z85; "" before that or without a key.
+        as_server: the value of the field `as-server` in the greeting.
+        peer_key: the peer's public key in Z85, verified by the handshake; "" before that and without keys.
         is_complete: whether the handshake is complete.
-        overhead_bytes: the bytes that are added to the content of each frame; 0 if frames stay as they are.
+        overhead_bytes: the number of bytes that `seal` adds to a frame; 0 if frames are not encrypted.
     """
 
     name: bytes
@@ -82,28 +82,28 @@ class Mechanism(Protocol):
     overhead_bytes: int
 
     def handle_handshake_command(self, command: bytes) -> bytes:
-        """Handle the next command of the handshake; return the command to reply with.
+        """Handle the peer's next command of the handshake, and return the command to send as a reply.
 
         Raises:
-            MechanismError: the connection has to be closed.
+            MechanismError: the command is invalid, or the peer is not allowed to connect.
         """
         ...
 
     def open(self, content: Any) -> tuple[int, Any]:
-        """Return the flags and the content of a frame from its encoded content.
+        """Decrypt the content of a received frame; return the frame's flags and plain content.
 
         Raises:
-            MechanismError: the frame is not from the peer, or is a repetition.
+            MechanismError: the frame was not encrypted by the peer for this connection, or it was received before.
         """
         ...
 
     def seal(self, flags: int, content: Any) -> Any:
-        """Return the encoded content of a frame with these flags and this content."""
+        """Return the encrypted content of a frame with these flags and this plain content."""
         ...
 
 
 class NullMechanism:
-    """The mechanism NULL: no security."""
+    """The mechanism NULL, without encryption and authentication."""
 
     name, as_server, peer_key, overhead_bytes = b"NULL", False, "", 0
 
@@ -128,21 +128,22 @@ class NullMechanism:
 
 
 class ZmtpConnection:
-    """Parser of the bytes that one peer sends.
+    """Parser of the bytes that a peer sends over one connection.
 
     Args:
         mechanism: the mechanism that the peer has to use.
-        limits: the largest sizes that the peer may send.
+        limits: the maximum sizes of frames and messages.
 
     Attributes:
-        mechanism: the given mechanism.
+        mechanism: the security mechanism of the connection.
         replies: bytes to send to the peer, in order. The caller sends and removes them.
-        pending_pong: the PONG to the last PING, or None. The caller sends it and sets this to None.
-        error: the reason to close the connection, or "". After an error nothing is parsed.
-        is_backlogged: whether `receive` with no bytes continues with unparsed bytes.
-        missing_bytes: the missing bytes of a large frame; 0 if no large frame is incomplete.
-        held_bytes: the bytes of the incomplete message and the unparsed bytes.
-        pending_work: a call to make in any thread before `receive` continues, or None; `on_work_done` takes its result.
+        pending_pong: the PONG to send for the last PING, or None. The caller sends it and sets this to None.
+        error: why the caller has to close the connection, or "". After an error, nothing more is parsed.
+        is_backlogged: whether there are unparsed bytes that `receive(b"")` can parse.
+        missing_bytes: the number of bytes that an incomplete large frame still needs; 0 without such a frame.
+        held_bytes: the number of stored bytes: of the incomplete message and frame, and of unparsed data.
+        pending_work: None, or a function that decrypts a large frame. The caller calls it in any thread and passes the
+            result to `on_work_done`. Until then, nothing more is parsed.
     """
 
     __slots__ = (
@@ -174,7 +175,7 @@ class ZmtpConnection:
         self._limits = limits
         self._has_greeting = False
         self._unparsed = b""
-        # The frames of the incomplete message and their size; then the flags and the buffer of its incomplete frame.
+        # Frames and size in bytes of the incomplete message; flags and buffer of the incomplete large frame.
         self._message_frames: MessageFrames = []
         self._message_bytes = 0
         self._large_frame_flags = 0
@@ -186,18 +187,18 @@ class ZmtpConnection:
         return self.mechanism.is_complete
 
     def read_buffer(self) -> memoryview:
-        """Return the buffer for the missing bytes of the large frame; call `on_filled` after reading into it."""
+        """Return the buffer for the large frame's missing bytes. After reading into it, call `on_filled`."""
         return memoryview(self._large_frame)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> list[MessageFrames]:
-        """Handle bytes that were read into `read_buffer`; return the message that they complete, if any."""
+        """Handle `count` bytes that were read into `read_buffer`; return the message that is complete now, if any."""
         messages: list[MessageFrames] = []
         self._fill_large_frame(count, messages)
         self._update_held_bytes()
         return messages
 
     def receive(self, data: bytes) -> list[MessageFrames]:
-        """Handle the next bytes; return the messages that they complete."""
+        """Handle the next bytes from the peer; return the messages that are complete now."""
         messages: list[MessageFrames] = []
         if self.error:
             return messages
@@ -214,7 +215,7 @@ class ZmtpConnection:
         return messages
 
     def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
-        """Handle the result of `pending_work`; return the message that it completes, if any."""
+        """Handle the result of `pending_work`; return the message that is complete now, if any."""
         self.pending_work = None
         self.is_backlogged = True
         messages: list[MessageFrames] = []
@@ -226,7 +227,7 @@ class ZmtpConnection:
         return messages
 
     def _is_waiting(self) -> bool:
-        """Return whether further bytes stay unparsed because a large frame is incomplete or being decrypted."""
+        """Return whether no frame can be parsed now, because a large frame is incomplete or being decrypted."""
         return self.missing_bytes > 0 or self.pending_work is not None
 
     def _update_held_bytes(self) -> None:
@@ -237,7 +238,7 @@ class ZmtpConnection:
         )
 
     def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
-        """Parse the complete frames, up to a limit; return the position after them."""
+        """Parse complete frames, up to a limit; return the position in `data` after the last one."""
         self.is_backlogged = False
         position, size = 0, len(data)
         if not self._has_greeting:
@@ -272,7 +273,7 @@ class ZmtpConnection:
         return position
 
     def _check_greeting(self, data: bytes) -> bool:
-        """Check as much of a greeting as was received; return whether it is complete."""
+        """Check the received part of the greeting; return whether the greeting is complete and valid."""
         has_signature = data[:1] == b"\xff" and data[9:10] in (b"", b"\x7f")
         if data and not has_signature:
             self._fail("expected a greeting of ZMTP")
@@ -289,7 +290,7 @@ class ZmtpConnection:
         return False
 
     def _check_frame_header(self, flags: int, length: int) -> bool:
-        """Return whether a frame with these flags and this length is allowed here."""
+        """Check the flags and the length of the next frame; return whether the frame is allowed."""
         mechanism, limits = self.mechanism, self._limits
         if flags & ~(MORE | LONG | COMMAND):
             self._fail(f"expected a frame of ZMTP 3, got one with the flags {flags:#x}")
@@ -322,14 +323,14 @@ class ZmtpConnection:
                 self._add_frame(*opened, messages)
 
     def _begin_large_frame(self, flags: int, length: int, begin: memoryview) -> None:
-        """Allocate a buffer for a large frame, and copy its received part."""
+        """Allocate a buffer for a large frame, and copy the received part of its content into the buffer."""
         self._large_frame_flags = flags
         self._large_frame = allocate(length)
         self.missing_bytes = length - len(begin)
         memoryview(self._large_frame)[: len(begin)] = begin
 
     def _fill_large_frame(self, count: int, messages: list[MessageFrames]) -> None:
-        """Count bytes of the large frame, and handle the frame once it is complete."""
+        """Count `count` received bytes of the large frame, and handle the frame once it is complete."""
         self.missing_bytes -= count
         if self.missing_bytes:
             return
@@ -351,12 +352,12 @@ class ZmtpConnection:
             self.replies.append(encode_command(reply))
 
     def _add_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
-        """Add a frame to the incomplete message, or handle a command."""
+        """Add a frame to the incomplete message, or handle it if it is a command."""
         if flags & COMMAND:
             if content[:5] == _PING:
                 context = bytes(content[5 + _TTL_BYTES :][:_CONTEXT_BYTES])
                 self.pending_pong = _PONG + context
-            # Other commands do not concern a ROUTER socket.
+            # Ignore all other commands, which have no meaning for a ROUTER socket.
             return
         self._message_frames.append(content)
         if flags & MORE:
@@ -381,7 +382,7 @@ def _try_open(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
 
 
 def encode_message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
-    """Return the chunks of an encoded message. The content of frames is not copied unless it is encrypted."""
+    """Return an encoded message as chunks of bytes. The frames are not copied, except to encrypt them."""
     chunks: list[Any] = []
     last = len(frames) - 1
     if mechanism.overhead_bytes:
@@ -422,14 +423,14 @@ def _encode_property(name: bytes, value: bytes) -> bytes:
 
 
 SOCKET_METADATA = _encode_property(b"Socket-Type", b"ROUTER") + _encode_property(b"Identity", b"")
-"""The metadata of a ROUTER socket."""
+"""The encoded metadata that the proxy sends in the handshake: it has a ROUTER socket."""
 
 
 def check_metadata(data: bytes) -> None:
-    """Check the metadata of a peer.
+    """Check the metadata from a peer's handshake.
 
     Raises:
-        MechanismError: the metadata are malformed, or the type of the socket is not supported.
+        MechanismError: the metadata are malformed, or the type of the peer's socket is not supported.
     """
     properties: dict[bytes, bytes] = {}
     position = 0

@@ -1,8 +1,9 @@
 """The zygote: a process from which the ZeroMQ proxies are forked.
 
-The zygote has one thread and has imported all modules that a proxy needs, so a proxy starts within milliseconds and
-shares most of its memory with the others. The daemon forks the zygote at its very start, before it starts threads and
-imports further modules. Proxies die with the zygote, and the zygote dies with the daemon.
+The zygote has one thread and has imported all modules that a proxy needs. So a proxy starts within milliseconds and
+shares most of its memory with the other proxies. The daemon forks the zygote before it starts threads and imports
+further modules. When the daemon exits, the kernel kills the zygote, and when the zygote exits, the kernel kills the
+proxies.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from weightd_daemon.zmq_proxy import control, proxy
 from weightd_daemon.zmq_proxy.relay import LINGER_S
 from weightd_daemon.zmq_proxy.sandbox import set_process_name
 
-# The time in which proxies have to exit after their links were closed, with a margin.
+# Maximum number of seconds for which the zygote waits for the exit of the proxies after the daemon has closed their
+# control links: their `LINGER_S` and a margin.
 _EXIT_TIMEOUT_S = 2 * LINGER_S + 1.0
 
-# A terminal or a service manager may send these to all processes of the daemon. The daemon then stops the zygote.
+# Signals that the zygote and the proxies ignore. A terminal or a service manager may send them to all processes of the
+# service; the daemon handles them and stops the zygote.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
 _NEVER = float("inf")
 
-# The size of a read from the wakeup descriptor.
+# Maximum number of bytes in one read from the wakeup descriptor.
 _WAKEUP_READ_BYTES = 4096
 
-# The number of the link's descriptor in a zygote that `launch` has started: the first after stderr.
+# Number of the control link's descriptor in a zygote that `launch` has started.
 _CONTROL_FD = 3
 
 _PROGRAM = (
@@ -64,13 +67,14 @@ class Zygote:
         self.stream = Stream(connection)
 
     def request_fork(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
-        """Request a proxy, by the frames of `ProxyConfig.to_frames`.
+        """Request a proxy, with the frames of `ProxyConfig.to_frames`.
 
-        Return whether everything was sent; the rest needs a `flush` of the stream.
+        Return whether the whole request was sent. If not, the caller has to call `stream.flush` when the stream is
+        writable.
 
         Args:
-            frames: the request.
-            descriptors: the proxy's end of its link, and its listening socket.
+            frames: the frames of the request.
+            descriptors: the proxy's end of its control link, and its listening socket.
 
         Raises:
             OSError: the request cannot be sent.
@@ -78,20 +82,21 @@ class Zygote:
         return self.stream.send(frames, descriptors)
 
     def kill(self) -> None:
-        """Kill the zygote, and thereby its proxies, in whatever state they are. Its stream then reports the exit."""
-        # The pid cannot name another process until `stop` has reaped the zygote.
+        """Kill the zygote; the kernel then kills its proxies. The end of `stream` shows that the zygote has exited."""
+        # The pid is not reused by another process before `stop` reaps the zygote.
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop the zygote, and wait until it and its proxies have exited; after some seconds, kill it.
+        """Stop the zygote and wait until it and its proxies have exited; kill it if this takes some seconds.
 
-        The links of the proxies have to be closed before, so that they exit.
+        Close the control links of the proxies before, so that the proxies exit.
         """
-        # The zygote reads the end of the stream. This end stays open to show when the zygote exits.
+        # Shut down only the sending direction: the zygote reads the end of the stream and stops, and this end then
+        # shows when the zygote has exited.
         with contextlib.suppress(OSError):  # the zygote has exited
             self.stream.connection.shutdown(socket.SHUT_WR)
         hangup_poll = select.poll()
-        # The poll ignores unread messages; it reports only that the other end was closed.
+        # With the event mask 0, the poll ignores unread messages and reports only a hangup.
         hangup_poll.register(self.stream, 0)
         if not event_loop.poll(hangup_poll, _EXIT_TIMEOUT_S + 1.0):
             self.kill()
@@ -101,10 +106,14 @@ class Zygote:
 
 
 def fork() -> Zygote:
-    """Fork a zygote from this process, which must have one thread and should have few modules and descriptors."""
+    """Fork a zygote from this process, which must have only one thread.
+
+    Call this early: all modules that this process has imported stay in the memory of the zygote.
+    """
     daemon_end, zygote_end = socket.socketpair()
     parent = os.getpid()
-    # The garbage collector would write to the existing objects, which would end the sharing of their pages.
+    # Freeze all objects: otherwise the garbage collector of a forked process would write to them, so that the kernel
+    # copies the shared pages.
     gc.collect()
     gc.freeze()
     with sigint_blocked():
@@ -116,10 +125,10 @@ def fork() -> Zygote:
 
 
 def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], int]) -> Zygote:
-    """Start a zygote with a new interpreter, which takes longer than a fork and some more memory.
+    """Start a zygote with a new interpreter. This takes longer than `fork` and needs more memory.
 
     Args:
-        spawn: starts a command with an environment and with these descriptors as 0, 1 and so on; returns the pid.
+        spawn: starts a command, with the arguments of `process_spawner.spawn`, and returns its pid.
     """
     daemon_end, zygote_end = socket.socketpair()
     argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
@@ -129,21 +138,25 @@ def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], in
 
 
 def main() -> None:
-    """Run the zygote. The arguments are the module path as JSON and the pid of the daemon; the link is descriptor 3."""
+    """Run a zygote that `launch` has started, with the control link as descriptor 3.
+
+    The command-line arguments are `sys.path` as JSON and the pid of the daemon.
+    """
     gc.collect()
     gc.freeze()
     _become_process(lambda: _run_zygote(int(sys.argv[2]), socket.socket(fileno=_CONTROL_FD)), _CONTROL_FD)
 
 
 def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
-    """Run `body` in this process instead of the code that it was forked from, then exit.
+    """Run `body` in a forked process, and exit when it returns or raises. This function does not return.
 
-    Of the open descriptors only stderr, which also replaces stdout, and `kept_fds` remain.
+    All open descriptors are closed first, except stderr and `kept_fds`. Then stdin is /dev/null, and stdout is a copy
+    of stderr.
     """
     status = 1
     environment.remove_unlisted(os.environ)
     try:
-        # The wakeup descriptor is closed below, and its number may be given to another file.
+        # Unset the wakeup descriptor: it is closed below, and its number may be reused for another file.
         signal.set_wakeup_fd(-1)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (_STDIN, _STDOUT, _STDERR, *kept_fds):
@@ -152,12 +165,12 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
         dev_null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(dev_null, _STDIN)
         os.close(dev_null)
-        # A reader of the daemon's stdout would otherwise wait until this process exits.
+        # Close the daemon's stdout: otherwise a program that reads it to its end would wait until this process exits.
         os.dup2(_STDERR, _STDOUT)
         body()
         status = 0
     except BaseException as error:  # noqa: BLE001 - the code of the forking process must not continue here
-        # This reports the error as Python itself would. The module `traceback` would take memory.
+        # Print the error as Python itself would. The module `traceback` is not imported, to save memory.
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(status)
@@ -166,7 +179,8 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
 def _run_zygote(parent: int, connection: socket.socket) -> None:
     die_with_parent(parent)
     set_process_name("weightd-zygote")
-    # A new session does not get the signals of the daemon's terminal; the root directory keeps no file system busy.
+    # In a new session, the zygote does not get signals of the daemon's terminal. With / as its working directory, it
+    # does not prevent the unmount of a file system.
     os.setsid()
     os.chdir("/")
     process_start.reset_signals(*_IGNORED_SIGNALS)
@@ -182,13 +196,13 @@ class _Proxies:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        # The number of each proxy, by its pid.
+        # By pid of a running proxy: the proxy's number from the request.
         self._number_by_pid: dict[int, int] = {}
         self._poll = select.poll()
         self._stops_at = _NEVER
 
     def run(self) -> None:
-        """Fork proxies until the daemon closes its end of the link; then wait for their exits, up to a time-out."""
+        """Fork proxies until the daemon closes the control link; then wait until all have exited, up to a time-out."""
         exits, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -236,7 +250,7 @@ class _Proxies:
         self._report(control.ProxyEvent(number, pid, None))
 
     def _reap(self) -> None:
-        """Reap and report every proxy that has exited. One signal may stand for several exits."""
+        """Reap and report every proxy that has exited: the kernel may send one signal for several exits."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -245,13 +259,13 @@ class _Proxies:
                 self._report(control.ProxyEvent(self._number_by_pid.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
     def _report(self, event: control.ProxyEvent) -> None:
-        # If the daemon has exited, the loop reads the end of the link.
+        # If the daemon has exited, ignore the error: `run` reads the end of the link and stops.
         with contextlib.suppress(ConnectionError):
             self._stream.send([event.to_frame()])
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing. Python has written to the wakeup descriptor, which ends the poll."""
+    """Do nothing: Python has written to the wakeup descriptor, which ends the poll."""
 
 
 def _run_proxy(

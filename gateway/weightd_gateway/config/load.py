@@ -31,7 +31,7 @@ DEFAULT = Path("/etc/weightd/gateway.toml")
 
 _TABLES = ("gateway", "certificates", "users")
 
-# Maximum number of entries in a table of callers.
+# Maximum number of entries in the table [certificates], and in the table [users].
 _MAX_CALLERS = 65536
 
 _FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
@@ -43,7 +43,7 @@ class ConfigError(WeightdError):
     """The configuration is invalid.
 
     Attributes:
-        problems: one line for each problem, with the file, the key and what was expected.
+        problems: one line for each problem, with the file, the key and the expected value.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -58,11 +58,12 @@ def default_path() -> Path:
 
 
 def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile, Authenticator]:
-    """Return the configuration of a file, and the identities from it and its token file.
+    """Load a configuration file and its token file; return the configuration and the authenticator for their callers.
 
     Args:
         path: the TOML file.
-        listen_addresses: addresses of the HTTP sockets from the service manager, which replace `http`.
+        listen_addresses: addresses of the HTTP sockets that the service manager has opened; they replace the key
+            `http`.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8 or not TOML, or has invalid content.
@@ -168,7 +169,7 @@ def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
 
 
 def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
-    """Yield an error for each address that is open to other hosts without protection, unless `insecure` allows it."""
+    """Yield an error for each address at which other hosts need no TLS or no credentials, unless `insecure` is set."""
     if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
         return
     risk = "would be accepted without credentials" if config.tls_cert else "would be sent without TLS"
@@ -209,7 +210,7 @@ def _parse_user_id(name: str) -> int:
 
 
 def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
-    """Return the changed keys of [gateway] that take effect only after a restart."""
+    """Return the keys of [gateway] that have changed and take effect only after a restart of the gateway."""
     reloadable = {"tokens", "anonymous"}
     fields = [each.name for each in toml_schema.table_keys(GatewayConfig)]
     return [

@@ -10,17 +10,18 @@ from weightd_gateway.config.addresses import ListenAddress
 from weightd_protocol import limits
 from weightd_protocol.schema import boolean, integer, list_of, number, text
 
-# Maximum number of addresses of one protocol; each is a listening socket.
+# Maximum number of listen addresses of one protocol; the gateway opens one socket for each.
 _MAX_ADDRESSES = 16
 
-# Maximum length of a host name in DNS.
+# Maximum bytes of a host name in DNS.
 _MAX_HOST_BYTES = 253
 
 _MAX_HOSTS = 256
 
 _MAX_COUNT = 2**20
 
-# One hour. A peer that may stay silent for longer could be gone without notice.
+# Maximum of all timeouts: one hour. With longer timeouts the gateway could keep connections to peers that no longer
+# exist.
 _MAX_SECONDS = limits.MAX_TIMEOUT_US / 1e6
 
 _ADDRESSES = list_of(text(limits.MAX_PATH_BYTES), _MAX_ADDRESSES)

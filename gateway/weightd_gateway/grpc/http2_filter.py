@@ -1,8 +1,8 @@
-"""Relay between clients and gRPC's library, which listens on a Unix socket that only this process can reach.
+"""Relay between gRPC clients and gRPC's library, which listens on a Unix socket that only the gateway's user can reach.
 
 The library stores data of a client before the client is authenticated; a flood of CONTINUATION frames can take
-gigabytes. Therefore the relay first applies the limits of `http2_frames`. It also terminates TLS, and knows the peer of
-each connection.
+gigabytes. Therefore the relay applies the limits of `http2_frames` before it forwards data. The relay also terminates
+TLS and identifies the peer of each connection, because the library sees only connections from the relay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weightd_gateway.tls_handshakes import Handshakes
 
 _log = logging.getLogger("weightd.gateway.grpc")
 
-# Prefix of gRPC's library for abstract Unix sockets.
+# Prefix of the names that gRPC's library reports for abstract Unix sockets.
 _ABSTRACT_PREFIX = "unix-abstract:"
 
 # Seconds for which a connection stays open after a violation, so that the client can receive the reason.
@@ -37,22 +37,22 @@ _CLOSE_TIMEOUT_S = 1.0
 # Seconds between two log lines about violations of one peer.
 _LOG_INTERVAL_S = 10.0
 
-# Limit of calls of one peer per second; each message that the peer receives allows one more. The limit applies to calls
-# that are cancelled or rejected immediately: they cost the gateway time, but the peer receives no message for them.
+# Maximum calls per second of one peer, and maximum of a burst. Each response message to the peer allows one more call,
+# so only calls without a response count: cancelled or rejected calls, which cost the gateway time, too.
 CALLS_PER_S = 1000.0
 CALLS_BURST = 1000.0
 
-# Received data is counted in steps of this size, with a check of the limits before each. Data that exceeds them is held
-# back and tried again after the interval.
+# The relay counts received data in steps of `_STEP_BYTES` bytes, and checks the limits before each step. Data beyond
+# the limits is held back, and checked again after `_RETRY_INTERVAL_S` seconds.
 _STEP_BYTES = 8192
 _RETRY_INTERVAL_S = 0.01
 
 
 class Http2Filter:
-    """The relay: the connections of all gRPC clients.
+    """The relay with the connections of all gRPC clients.
 
     Args:
-        path: the Unix socket of gRPC's library.
+        path: the path of the Unix socket on which gRPC's library listens.
         admission: the connection limiter.
         timeout_s: seconds within which a client must complete the TLS handshake and the HTTP/2 preface.
         handshakes: the TLS handshakes in progress.
@@ -65,7 +65,7 @@ class Http2Filter:
         self._admission = admission
         self._handshakes = handshakes
         self._timeout_s = timeout_s
-        # The random part keeps other processes from binding the names of these abstract sockets first.
+        # The names of the abstract sockets contain a random part, so that no other process can bind them first.
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
         self._ids = itertools.count(1)
         self._by_name: dict[str, _Client] = {}
@@ -82,7 +82,7 @@ class Http2Filter:
 
     @contextmanager
     def receiving(self, called: str) -> Generator[None, None, None]:
-        """Allow a connection, given by the library's name, to send long messages within the block."""
+        """Allow the connection with the library's name `called` to send long messages within the block."""
         client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         if client is None:
             yield
@@ -94,23 +94,23 @@ class Http2Filter:
             client.expect(-1)
 
     def is_full(self, called: str) -> bool:
-        """Return whether a connection has sent too many bytes of messages for which no call waits."""
+        """Return whether the calls of a connection have sent too many bytes of messages without getting a response."""
         client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         return client is not None and client.is_full
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """The peers of all connections to gRPC's library, by the library's names."""
+        """The peers of all connections to gRPC's library, by the library's names of the connections."""
         return {name: client.peer for name, client in self._by_name.items()}
 
     def on_connection(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
-        """Take over an admitted connection."""
+        """Relay a connection that the connection limiter has admitted."""
         task = asyncio.get_running_loop().create_task(self._accept(connection, peer, tls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self, seconds: float) -> None:
-        """Wait, at most `seconds`, until the library has closed its connections and clients have received its data."""
+        """Wait at most `seconds` until the library has closed all connections and clients have received all data."""
         for client in [*self._clients]:
             if not client.is_connected:
                 client.abort()
@@ -143,7 +143,7 @@ class Http2Filter:
     # --- methods for `_Client` ---------------------------------------------------------------------------------
 
     def on_connect(self, client: _Client) -> asyncio.TimerHandle:
-        """Add a connection; return the timer that closes it unless the timer is cancelled."""
+        """Add a connection; return the timer that closes the connection unless the preface arrives in time."""
         self._clients.add(client)
         return asyncio.get_running_loop().call_later(self._timeout_s, client.abort)
 
@@ -154,7 +154,7 @@ class Http2Filter:
         library.setblocking(False)
         try:
             library.bind(f"\0{name}")
-            # Connecting to a Unix socket succeeds immediately, or fails if the backlog is full.
+            # A non-blocking connect to a Unix socket succeeds immediately, or fails if the library's backlog is full.
             library.connect(self._path)
         except OSError as error:
             _log.warning("cannot pass a connection to the gRPC library: %s", error.strerror)
@@ -171,11 +171,11 @@ class Http2Filter:
         await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._by_name.pop(name, None)), library)
 
     def on_violation(self, client: _Client, reason: str) -> None:
-        """Log a violation, and reduce the rate at which its peer may open connections."""
+        """Log that a client has violated a limit, and reduce the rate at which its peer may open connections."""
         now = time.monotonic()
         self._admission.penalize(client.peer, now)
         suppressed_count = self._violation_log.record(client.peer.key, now)
-        # Port scanners, which speak other protocols, are not logged.
+        # A client without a preface, such as a port scanner, speaks another protocol and is not logged.
         if suppressed_count is not None and client.has_preface:
             more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
             _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, reason, more)
@@ -185,7 +185,7 @@ class Http2Filter:
         return peer.is_operator or self._call_buckets.has_one(peer.key, now)
 
     def count_calls(self, peer: Peer, number: int, now: float) -> None:
-        """Count calls that a peer has started or, as a negative number, messages that it has received."""
+        """Charge a peer for `number` started calls; a negative number is a refund for messages to the peer."""
         if number and not peer.is_operator:
             self._call_buckets.charge(peer.key, number, now)
 
@@ -198,7 +198,7 @@ class Http2Filter:
 
 
 class _Client(asyncio.Protocol):
-    """The connection of a client."""
+    """The connection between a gRPC client and the relay."""
 
     def __init__(self, http2_filter: Http2Filter, peer: Peer) -> None:
         self.peer = peer
@@ -209,10 +209,10 @@ class _Client(asyncio.Protocol):
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._early_data = bytearray()
-        # Data that is held back until the peer may start calls again and the connection is no longer full.
+        # Received data that is held back until the peer may start calls again and the connection is no longer full.
         self._held = b""
         self._retry_timer: asyncio.TimerHandle | None = None
-        # Number of calls that expect a long message.
+        # Number of this connection's calls whose method expects a long message.
         self._expecting = 0
         self._is_connecting = False
         self._is_released = False
@@ -250,7 +250,7 @@ class _Client(asyncio.Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether data is held back until a call gets a response or expects a long message."""
+        """Whether received data is held back until a call gets a response or expects a long message."""
         return self._frames.is_full
 
     def data_received(self, data: bytes) -> None:
@@ -265,7 +265,8 @@ class _Client(asyncio.Protocol):
         if allowed < len(data):
             data, self._held = data[:allowed], data[allowed:]
             self._pause_reading()
-            # No timer for a full connection: it continues when a call expects a long message, gets a response or ends.
+            # A full connection needs no timer: `expect` and `on_library_data` retry when the connection is no longer
+            # full.
             if self._retry_timer is None and not self._frames.is_full:
                 self._retry_timer = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._retry_held)
         if self._library is not None:
@@ -279,7 +280,7 @@ class _Client(asyncio.Protocol):
             self._filter.connect_library(self)
 
     def _count_frames(self, data: bytes) -> int:
-        """Count the frames in `data` up to the limits; return how many bytes may be forwarded now."""
+        """Count the frames in `data` until a limit is reached; return the number of bytes that may be forwarded now."""
         now = time.monotonic()
         allowed = 0
         while allowed < len(data) and self._filter.may_call(self.peer, now) and not self._frames.is_full:
@@ -291,14 +292,14 @@ class _Client(asyncio.Protocol):
         return allowed
 
     def expect(self, number: int) -> None:
-        """Change the number of calls that expect a long message."""
+        """Add `number` to the calls that expect a long message, and retry held data."""
         self._expecting += number
         self._frames.forget()
         if self._held:
             self._retry_held()
 
     def _retry_held(self) -> None:
-        """Process held data again."""
+        """Check held data against the limits again, and forward the data that the limits allow."""
         if self._retry_timer is not None:
             self._retry_timer.cancel()
             self._retry_timer = None
@@ -392,7 +393,8 @@ class _Client(asyncio.Protocol):
             self._library.abort()
         transport = cast(asyncio.Transport, self._transport)
         transport.pause_reading()
-        # A client that gets GOAWAY before the server's first frame reconnects immediately, so this one gets no reason.
+        # A GOAWAY before the server's first frame would make the client reconnect immediately; after an incomplete
+        # frame it would be invalid; behind unsent data it might not arrive. In these cases, close without a reason.
         if self._library is None or not self._sent_heads.is_at_boundary or transport.get_write_buffer_size():
             transport.abort()
             return
@@ -402,7 +404,7 @@ class _Client(asyncio.Protocol):
 
 
 class _Library(asyncio.Protocol):
-    """The connection to gRPC's library for one client."""
+    """The connection between the relay and gRPC's library for one client."""
 
     def __init__(self, client: _Client, on_closed: Any) -> None:
         self._client = client

@@ -1,6 +1,6 @@
-"""Limits on the HTTP/2 frames of one connection, applied before gRPC's library reads them. Pure: no I/O, no clock.
+"""Limits on the HTTP/2 frames of one connection, applied before gRPC's library reads the frames. Pure: no I/O.
 
-Only the 9-byte head of each frame is read: its length, type, flags and stream (RFC 9113, section 4.1).
+Only the 9-byte head of each frame is read: the frame's length, type, flags and stream (RFC 9113, section 4.1).
 """
 
 from __future__ import annotations
@@ -29,44 +29,47 @@ _END_HEADERS = 0x4
 _END_STREAM = 0x1
 _HEAD = struct.Struct(">3sBBI")
 
-# Maximum number of frame heads that are parsed at once.
+# Maximum number of frame heads that `FrameHeads.feed` parses before it returns.
 MAX_HEADS_AT_ONCE = 64
 _ENHANCE_YOUR_CALM = 0xB
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Compressed bytes of the headers of one call. gRPC's library limits their uncompressed size."""
+"""Maximum bytes of the compressed headers of one call. gRPC's library limits their uncompressed size."""
 
 MAX_CONTINUATIONS = 16
-"""CONTINUATION frames of the headers of one call."""
+"""Maximum number of CONTINUATION frames with headers of one call."""
 
 MAX_CONTROL_BYTES = 16 * 1024
-"""Bytes of one frame that is neither DATA nor part of headers: the minimum that HTTP/2 requires."""
+"""Maximum bytes of a frame that is neither DATA nor part of headers. HTTP/2 requires every peer to accept this size."""
 
 BURST_TOKENS = 256.0
-"""Control frames that a connection may send at once."""
+"""Maximum number of control frames that a connection may send at once."""
 
 TOKENS_PER_S = 64.0
-"""Control frames per second, on average."""
+"""Maximum number of control frames per second that a connection may send on average."""
 
 TOKENS_PER_CALL = 8.0
-"""Additional control frames for each call."""
+"""Number of additional control frames that a connection may send for each call."""
 
 TOKENS_PER_BYTE = 1 / 2048
-"""Additional control frames for each byte of messages in either direction, because receivers acknowledge them."""
+"""Number of additional control frames that a connection may send for each byte of messages in either direction, because
+receivers acknowledge messages with control frames."""
 
 MIN_DATA_BYTES = 256
 """A DATA frame with fewer bytes counts as a control frame."""
 
 
 SHORT_BYTES = 64 * 1024
-"""Bytes of messages that each call in progress may send without a response, unless a call expects a long message."""
+"""Maximum bytes of messages that each call in progress may send before it gets a response. The limit does not apply
+while a call of the connection expects a long message."""
 
 MAX_UNANSWERED_BYTES = 512 * 1024
-"""Additional bytes of this kind for each connection: a client may send them before its call is authenticated."""
+"""Maximum bytes of messages that a connection may send without responses, in addition to `SHORT_BYTES` for each call. A
+client may send them while the gateway still authenticates its calls."""
 
 
 class LimitExceeded(Exception):
-    """A connection has exceeded a limit; the text names the limit and what was received."""
+    """A connection has exceeded a limit; the text names the limit and the received value."""
 
 
 class FrameHeads:
@@ -88,7 +91,7 @@ class FrameHeads:
     def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int, int]]:
         """Return type, flags, length and stream of each frame whose head ends in `data[position:]`.
 
-        After `MAX_HEADS_AT_ONCE` frames the rest is generated lazily, so that the caller can stop early.
+        Further frames after the first `MAX_HEADS_AT_ONCE` are parsed lazily, so that the caller can stop early.
         """
         end = len(data)
         if not self._head:
@@ -132,7 +135,7 @@ class FrameCounter:
     """
 
     def __init__(self, now: float) -> None:
-        # Unanswered bytes of messages by call in progress.
+        # By stream number, the bytes of messages that a call in progress has sent since its last response.
         self._calls: dict[int, int] = {}
         self._unanswered_bytes = 0
         self._heads = FrameHeads()
@@ -150,17 +153,17 @@ class FrameCounter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the calls in progress have sent more than short messages, without a response."""
+        """Whether the calls in progress have sent more bytes than short messages need, without getting a response."""
         return self._unanswered_bytes > MAX_UNANSWERED_BYTES + SHORT_BYTES * len(self._calls)
 
     def forget(self) -> None:
-        """Reset the count of unanswered bytes."""
+        """Set the number of bytes that calls have sent without a response to 0."""
         if self._unanswered_bytes:
             self._calls = dict.fromkeys(self._calls, 0)
             self._unanswered_bytes = 0
 
     def answered(self, kind: int, flags: int, stream: int) -> None:
-        """Update the unanswered bytes for a frame that was sent to the client."""
+        """Update the number of bytes that calls have sent without a response, after a frame was sent to the client."""
         if kind == RST_STREAM or (kind == HEADERS and flags & _END_STREAM):
             self._ended(stream)
         elif kind == DATA and self._calls.get(stream):
@@ -171,7 +174,7 @@ class FrameCounter:
         self._unanswered_bytes -= self._calls.pop(stream, 0)
 
     def count_sent(self, nbytes: int) -> None:
-        """Add the allowance for bytes that were sent to the client."""
+        """Allow further control frames for `nbytes` bytes that were sent to the client."""
         self._tokens += nbytes * TOKENS_PER_BYTE
 
     def feed(self, data: bytes, now: float) -> int:

@@ -1,9 +1,9 @@
 """gRPC services without authentication: health checks for probes, and reflection for tools.
 
-Every client that can connect may call them. They only reveal whether all models are ready, and the methods that
-docs/gateway.md describes. grpcio-health-checking is not used: when one watcher of a service leaves, its asyncio
-servicer drops all watchers of this service. It also parses messages before it counts their fields, and does not limit
-the number of watchers.
+Every client that can connect may call these services. They reveal only whether all models are ready, and the names of
+the methods, which docs/gateway.md describes. The package grpcio-health-checking is not used: when one watcher of a
+service disconnects, its asyncio servicer drops all watchers of the service. The package also limits neither the fields
+of a message nor the number of watchers.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ from weightd_gateway.grpc.streams import WaitingCalls
 from weightd_gateway.grpc.wire_format import checked_parser
 from weightd_protocol.errors import NotFound, RequestError
 
-# A reflection stream without a request for this many seconds is closed, so that other tools can use its place.
+# Seconds without a request after which a reflection stream is closed, so that other clients can open one.
 REFLECTION_TIMEOUT_S = 10.0
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
-# Maximum age of a status and interval of watches, so that unauthenticated clients cause little load on the daemon.
+# Seconds for which a health status is cached, and between two checks of a watch. So health checks, which need no
+# authentication, cause little load on the daemon.
 CACHE_TTL_S = 1.0
 
 _Response = HEALTH["HealthCheckResponse"]
@@ -59,8 +60,8 @@ class Health:
 
     Args:
         daemon_client: the client of the daemon.
-        names: the services with this status; "" is the whole server.
-        streams: the limit of watches.
+        names: the services whose status is whether all models are ready; "" is the name of the whole server.
+        streams: limits the number of watches.
         clock: returns the time in seconds.
     """
 
@@ -128,7 +129,7 @@ def _response(status: int) -> bytes:
 
 
 class _MethodPool:
-    """A descriptor pool that also finds the file of a method; protobuf's own only finds the file of a service."""
+    """A descriptor pool that also finds the file of a method. Protobuf's own pool finds only the file of a service."""
 
     def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802 - protobuf's name
         """Return the file that describes a symbol; raise `KeyError` if there is no such symbol."""
@@ -144,12 +145,12 @@ class _MethodPool:
 class Reflection:
     """The reflection service, which lists services and messages for `grpcurl` and similar tools.
 
-    grpcio-reflection creates the responses. This class adds the limits that the library lacks: of streams, of the time
-    between two requests, and of the fields of a request. The library only implements v1alpha, but the messages of v1
-    have the same encoding.
+    The package grpcio-reflection creates the responses. This class adds limits that the package lacks: the number of
+    streams, the time between two requests, and the fields of a request. The package implements only v1alpha of the
+    protocol; its responses are valid for v1, too, because the messages have the same encoding.
 
     Args:
-        streams: the limit of reflection streams.
+        streams: limits the number of reflection streams.
     """
 
     def __init__(self, streams: WaitingCalls) -> None:

@@ -1,8 +1,8 @@
 """Protobuf message classes of the gateway's gRPC services, from a descriptor set compiled from `proto/*.proto`.
 
-There is no generated code, because that would require the protobuf release for which it was generated. The messages are
-in a separate descriptor pool: a pool rejects a second file with the same messages, which another client library in this
-process may have loaded.
+The classes are created at run time, because generated code would require the protobuf release for which it was
+generated. The messages are in a separate descriptor pool: protobuf's default pool may already contain the same messages
+from another client library in this process, and would reject a second file with them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POOL = _new_pool()
 
 
 class Messages:
-    """The message classes of one package, by name.
+    """The message classes of one protobuf package, by name.
 
     Attributes:
         requests: the request class of each method of the package's services, by the method's name.

@@ -37,33 +37,37 @@ from weightd_gateway.grpc.schema import (
 from weightd_gateway.grpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
 from weightd_gateway.listening import GatewayAcceptor
 
-# Limit of unauthenticated calls.
+# Maximum number of unauthenticated calls of all kinds.
 MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS
 
-# Number of calls that the library accepts beyond the sum of all limits, so that the handlers can reject them with a
-# proper error.
+# Number of calls that gRPC's library accepts beyond the sum of all limits. The handlers reject these calls with an
+# error that names the exceeded limit.
 SPARE_CALLS = 256
 
 # Maximum number of concurrent calls of one connection. HTTP/2 recommends at least 100.
 MAX_CALLS_PER_CONNECTION = 256
 
-# Keepalive of the library: a client that does not reply to a ping in time is disconnected.
+# Seconds between two keepalive pings of gRPC's library, and seconds after which it disconnects a client that has not
+# replied.
 KEEPALIVE_S = 60
 KEEPALIVE_TIMEOUT_S = 20
 
-# Clients that ping more often are disconnected; cautious clients ping every six seconds.
+# Minimum seconds between two pings of a client. gRPC's library disconnects clients that ping more often; some clients
+# ping every six seconds.
 MIN_PING_INTERVAL_S = 5
 
-# Limits of metadata: a token, a trace context, and what libraries add. Above the first limit, the library rejects calls
-# with a probability that grows with the size; above the second one, it always does.
+# Limits of a call's metadata in bytes: a token, a trace context, and additions of client libraries. gRPC's library
+# rejects more than `MAX_METADATA_BYTES` always, and more than `_METADATA_BYTES` with a probability that grows with the
+# size.
 _METADATA_BYTES = 8 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 
-# File descriptors of one connection: the client's socket, the two ends of the socket to the library, and a reserve.
+# Number of file descriptors for each connection: the client's socket, both ends of the socket between relay and gRPC's
+# library, and one in reserve.
 _FDS_PER_CONNECTION = 4
 
-# The library writes messages about its peers to stderr, and logs an error whenever a client leaves during a call. The
-# handlers log their own errors.
+# Silence gRPC's library, which writes messages about its peers to stderr, and logs an error whenever a client
+# disconnects during a call. The handlers log their own errors.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
@@ -97,7 +101,7 @@ class GrpcServer:
         """
         config = self._gateway.config
         max_calls = config.max_in_flight + MAX_UNSENT_CALLS + MAX_STREAMS + MAX_UNAUTHENTICATED + SPARE_CALLS
-        # Only this user has access to the directory, so the relay is the only client of gRPC's library.
+        # Only the gateway's user has access to the directory, so the relay is the only client of gRPC's library.
         self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
         inner = Path(self._directory.name, "grpc")
         self.http2_filter = Http2Filter(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
@@ -122,7 +126,7 @@ class GrpcServer:
         return urls
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls; return when those in flight have ended, or after `grace_s` seconds."""
+        """Stop accepting calls; return when the calls in flight have ended, or after `grace_s` seconds."""
         for accepting in self._acceptors:
             accepting.close()
         for each in (self._streams, self._watch_streams, self._reflection_streams):
@@ -181,7 +185,8 @@ def _max_connections(config: GatewayConfig) -> int:
 
 def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
     return [
-        # Applies to a message before and after decompression. The library rejects longer ones by their length prefix.
+        # The limit applies to a message before and after decompression. The library rejects a longer message as soon as
+        # it has received the length prefix.
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _METADATA_BYTES),

@@ -1,4 +1,4 @@
-"""Limits for long-lived calls, and their termination when the gateway is stopping."""
+"""Limits the number of long-lived gRPC calls, and ends these calls when the gateway stops."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from weightd_protocol.errors import ResourceExhausted, Unavailable
 T = TypeVar("T")
 
 MAX_STREAMS = 256
-"""Streams of all callers. A stream is idle most of the time, and costs a few kilobytes."""
+"""Maximum number of `ModelStreamInfer` calls of all callers. A stream is idle most of the time, and costs a few
+kilobytes."""
 
 MAX_WATCH_STREAMS = 256
-"""Health watches, which need no token. Their limit is separate so that they cannot displace authenticated streams."""
+"""Maximum number of health watches, which need no token. A separate limit keeps them from displacing authenticated
+streams."""
 
 MAX_REFLECTION_STREAMS = 8
-"""Reflection streams, which need no token either. Each may hold an incomplete message of the maximum size."""
+"""Maximum number of reflection streams, which need no token either. Each may hold an incomplete message of the maximum
+size."""
 
 
 class WaitingCalls:
-    """Long-lived calls, which mostly wait for a message of the caller or for an event.
+    """Counts long-lived calls of one kind, and interrupts them when the gateway stops.
 
     Args:
-        max_streams: the limit of calls.
+        max_streams: maximum number of calls.
     """
 
     def __init__(self, max_streams: int = MAX_STREAMS) -> None:
@@ -38,7 +41,7 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def admit(self, caller: Caller | None) -> Generator[None, None, None]:
-        """Count a call within the block; with None, only the total is limited.
+        """Count a call within the block. For the caller None, only the total of all callers is limited.
 
         Raises:
             ResourceExhausted: the limit, or the caller's share of it, is reached.
@@ -53,7 +56,7 @@ class WaitingCalls:
             self._limit.release(caller)
 
     async def wait(self, start_wait: Callable[[], Awaitable[T]]) -> T:
-        """Await `start_wait()`, which `stop` may interrupt, and return its result.
+        """Await `start_wait()` and return its result; `stop` interrupts the wait.
 
         Raises:
             Unavailable: the gateway is stopping.
@@ -72,7 +75,7 @@ class WaitingCalls:
             self._waiting.discard(task)
 
     def stop(self) -> None:
-        """Interrupt the calls that wait, now and in future; other calls finish their current work first."""
+        """Interrupt calls that are in `wait` or enter it later. A call that is working can finish this work first."""
         self._is_stopping = True
         for task in [*self._waiting]:
             task.cancel()

@@ -1,9 +1,9 @@
 """Reads the protobuf wire format of messages without protobuf. Pure: no I/O.
 
-Protobuf creates objects for all fields of a message, which can take a hundred times the size of the message. Therefore
-`check_fields` limits the number of fields first. `fast_parse` separates the tensors and the id of a
-`ModelInferRequest`, which differ from request to request, from the rest, which is often the same and can be cached. No
-tensor is copied.
+Protobuf creates an object for each field of a message; the objects can take a hundred times the size of the message.
+Therefore `check_fields` limits the number of fields before a message is parsed. `fast_parse` splits a
+`ModelInferRequest`: tensors and id differ from request to request; the rest is often the same, so its parsed form can
+be cached. No tensor is copied.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from weightd_gateway.error_codes import TooLarge
 MAX_FIELDS = 2048
 """Maximum number of fields of a message, including all nested messages.
 
-A request with 64 inputs and 64 outputs in shared memory has about 1,930. Packed values count as one field. Checking
-this many fields takes the event loop about two milliseconds.
+A request with 64 inputs and 64 outputs in shared memory has about 1,930 fields. A packed list of values counts as one
+field. Checking `MAX_FIELDS` fields takes about two milliseconds of the event loop's time.
 """
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZE = {_FIXED64: 8, _FIXED32: 4}
 
-# The maximum that protobuf accepts.
+# Maximum bytes of a variable-length integer (varint) that protobuf accepts.
 _MAX_VARINT_BYTES = 10
 
-# Tags of bytes fields: the field number times eight, plus the wire type 2.
+# Tags of two fields of `ModelInferRequest`: the field number times eight, plus the wire type 2 (length and bytes).
 _ID = 3 << 3 | 2
 _RAW_INPUT_CONTENTS = 7 << 3 | 2
 
-# Maximum number of fields of a request that is parsed fast. Ordinary requests have fewer: one for each tensor of three
-# kinds, and parameters.
+# Maximum number of top-level fields of a request that `fast_parse` splits. Ordinary requests have fewer: one for each
+# input, raw content, output and parameter.
 MAX_FAST_FIELDS = 512
 
-# Maximum length of a length prefix; five bytes exceed the size of any message.
+# Maximum bytes of a length prefix. Five bytes can express more than the size of any message.
 _MAX_LENGTH_BYTES = 5
 
 
@@ -47,7 +47,7 @@ _MAX_LENGTH_BYTES = 5
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of a message type that are messages themselves: name and layout, by field number."""
+    """The fields of a message type whose values are messages, too: each field's name and layout, by field number."""
 
     nested: Mapping[int, tuple[str, Layout]]
 
@@ -60,7 +60,7 @@ class _NestedSpan(NamedTuple):
 
 
 def layout_of(descriptor: Any) -> Layout:
-    """Return the layout of a message type, which must not contain itself."""
+    """Return the layout of a message type, which must not be recursive."""
     return Layout(
         {each.number: (each.name, layout_of(each.message_type)) for each in descriptor.fields if each.message_type}
     )
@@ -69,7 +69,7 @@ def layout_of(descriptor: Any) -> Layout:
 def checked_parser(message_class: Any) -> Callable[[bytes], Any]:
     """Return a function that checks the number of fields in the bytes of a message and then parses them.
 
-    The function raises `TooLarge` for too many fields, and `DecodeError` for bytes that are not such a message.
+    The function raises `TooLarge` for too many fields, and `DecodeError` for bytes that are not a valid message.
     """
     return functools.partial(_parse, message_class, layout_of(message_class.DESCRIPTOR))
 
@@ -82,7 +82,7 @@ def _parse(message_class: Any, layout: Layout, message: bytes) -> Any:
 def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -> None:
     """Check the number of fields in a message and in all nested messages.
 
-    The check ends at the first field beyond the limit, so that its own cost is bounded, too.
+    The check stops at the first field beyond the limit, so that its own cost is limited, too.
 
     Raises:
         TooLarge: the message has more than `max_fields` fields.
@@ -120,7 +120,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
 
 
 def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
-    """Return the position after a number of the given wire type."""
+    """Return the position after the number with wire type `kind` at `position`."""
     if kind == _VARINT:
         return _read_varint(message, position, end)[1]
     if kind in _FIXED_SIZE:
@@ -129,7 +129,7 @@ def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
 
 
 def _field_path(path: str, layout: Layout, number: int) -> str:
-    """Return the path of a nested message; for any other field, the path of the message that contains it."""
+    """Return the path of field `number` if its value is a message, otherwise the path of the containing message."""
     if number not in layout.nested:
         return path
     name, _ = layout.nested[number]
@@ -137,7 +137,7 @@ def _field_path(path: str, layout: Layout, number: int) -> str:
 
 
 def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
-    """Return the number at a position, and the position after it."""
+    """Return the variable-length integer at a position, and the position after the integer."""
     value = 0
     for index in range(position, min(end, position + _MAX_VARINT_BYTES)):
         byte = message[index]
@@ -151,12 +151,12 @@ def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 class ParsedRequest(NamedTuple):
-    """A message that was split.
+    """The parts of a `ModelInferRequest` message.
 
     Attributes:
-        header: the message without the parts below.
+        header: the message without the fields `id` and `raw_input_contents`.
         id: the bytes of the field `id`.
-        contents: the field `raw_input_contents`.
+        contents: the values of the field `raw_input_contents`.
     """
 
     header: bytes
@@ -165,7 +165,7 @@ class ParsedRequest(NamedTuple):
 
 
 def fast_parse(message: bytes) -> ParsedRequest:
-    """Split a message. A message with unusual fields is returned unsplit, as its own header."""
+    """Split a `ModelInferRequest` message. For a message with unusual fields, the header is the whole message."""
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
@@ -174,7 +174,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             return ParsedRequest(bytes(header), request_id, tuple(contents))
         tag = message[position]
         value, begin = _read_short_varint(message, position + 1)
-        # A tag of two bytes belongs to an unknown field.
+        # A tag of more than one byte belongs to an unknown field.
         if begin == 0 or tag > 0x7F or tag & 7 not in (_VARINT, _BYTES):
             break
         after = begin if tag & 7 == _VARINT else begin + value
@@ -184,7 +184,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             contents.append(view[begin:after])
         elif tag == _ID:
             if not request_id.isascii():
-                break  # protobuf also validates an id that a later one overrides
+                break  # a second id follows; protobuf also validates the first id
             request_id = message[begin:after]
         else:
             header += view[position:after]
@@ -193,7 +193,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
 
 
 def _read_short_varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the number at a position and the position after it; the position is 0 if the number is too long."""
+    """Return the integer at a position and the position after it; 0, 0 if the integer is incomplete or too long."""
     value = 0
     for shift, byte in enumerate(message[position : position + _MAX_LENGTH_BYTES]):
         value |= (byte & 0x7F) << 7 * shift

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: their phases and timeouts, and which one is closed when the connection limit is reached."""
+"""HTTP/1.1 connections: phases, timeouts, and the connection to close when the connection limit is reached."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ SWEEP_S = 1.0
 """Seconds between two calls of `HttpConnections.sweep`."""
 
 RECEIVE_BYTES = 64 * 1024
-"""Size of a receive, except for a large body, and limit of the data that a connection may receive ahead."""
+"""Maximum bytes of one receive, except into the buffer of a large body. A connection with more unparsed data stops
+reading."""
 
-# Maximum size of a receive directly into the buffer of a body, so that other connections get their turn.
+# Maximum bytes of one receive directly into the buffer of a body. The limit lets other connections get their turn.
 _MAX_RECEIVED_BYTES = 256 * 1024
 
-# A sweep that is late by this many seconds indicates that the process was stopped.
+# A sweep that is this many seconds late indicates that the process was suspended, for example by SIGSTOP.
 _OVERSLEPT_S = 0.5
 
-# At the connection limit, a connection may be closed once its client has not read a response for this many seconds.
+# Seconds for which a client must have left its response unread before its connection may be closed for a new one.
 _SLOW_S = 1.0
 
-# The connections that a peer can keep regardless of other peers: the limit divided by this number.
+# At the connection limit, connections of the largest peer are closed first if the peer has more connections than the
+# limit divided by this number.
 _RESERVED_DIVISOR = 32
 
 
@@ -59,7 +61,7 @@ class HttpConnections:
     """The set of open connections; enforces the connection limit and the timeouts.
 
     Args:
-        max_connections: the limit of connections.
+        max_connections: maximum number of connections.
         phase_timeouts: maximum seconds of each phase; phases without an entry have no limit.
         clock: returns the time in seconds.
     """
@@ -84,12 +86,12 @@ class HttpConnections:
         return iter([*self._all])
 
     def on_connect(self, connection: HttpConnection) -> None:
-        """Add a connection; if that exceeds the limit, close one connection.
+        """Add a connection; if the limit is exceeded then, close one connection.
 
         If the peer with the most connections has more than a thirty-second of the limit, one of its connections is
-        closed. Otherwise the choice ignores peers, so that many peers with one connection each cannot displace a peer
-        with two. Among the candidates, the connection that has been idle longest is closed; without an idle connection,
-        the one whose client has not read a response for longest; otherwise the new connection.
+        closed. Otherwise the connections of all peers are candidates, so that many peers with one connection each
+        cannot displace a peer with two. Of the candidates, the connection that has been idle longest is closed; if none
+        is idle, the connection whose client has left a response unread for longest; otherwise the new connection.
         """
         self._all[connection] = self._idle[connection] = None
         self._count_by_peer[connection.peer.key] += 1
@@ -107,7 +109,8 @@ class HttpConnections:
                     and largest in (None, each.peer.key)
                 )
                 victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
-            # The event loop reports the closed connection later, and many new ones may arrive before that.
+            # Remove the connection now: the event loop calls `connection_lost` later, and many connections may arrive
+            # before.
             self.on_disconnect(victim)
             victim.abort()
 
@@ -129,7 +132,7 @@ class HttpConnections:
             self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close connections that exceeded a timeout. Time during which this process was stopped does not count."""
+        """Close connections that exceeded a timeout. Time during which this process was suspended does not count."""
         now = self.clock()
         overdue_s, self._next_sweep = now - self._next_sweep, now + SWEEP_S
         if overdue_s > _OVERSLEPT_S:
@@ -148,7 +151,7 @@ class ConnectionParts(NamedTuple):
         app: the ASGI application.
         connections: the set of open connections.
         fair_runner: divides the time of the event loop among peers.
-        buffer: receives data of every connection, which is consumed immediately.
+        buffer: receives data for all connections; each connection consumes its data immediately.
     """
 
     app: AsgiApp
@@ -189,7 +192,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Whether a call of `_parse` is scheduled.
         self._is_queued = False
         self._is_reading_paused = False
-        # Set while the write buffer is full, until the client has read enough.
+        # A future while the write buffer is full, with a result when the client has read enough; otherwise None.
         self._writable: asyncio.Future[None] | None = None
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------
@@ -286,7 +289,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._linger(exchange)
 
     def _linger(self, exchange: HttpExchange) -> None:
-        """Continue with the next request once the unread body has been received and dropped."""
+        """Continue with the next request if the unread body has been received and dropped."""
         if exchange.is_body_complete and self._exchange is exchange and self.task is None:
             self._go_on()
 
@@ -295,7 +298,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._exchange = None
         self.set_phase(ConnectionPhase.IDLE)
         if self.unparsed and not self._is_queued:
-            # A pipelined request is handled at the peer's turn.
+            # The client has already sent its next request (pipelining). It starts at the peer's turn.
             self._is_queued = True
             self._parts.fair_runner.pipelined.run(self.peer.key, self._parse)
         self._resume_reading()
@@ -311,8 +314,8 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _close(self, *, is_body_complete: bool) -> None:
         """Close the connection after the client has received the response.
 
-        Unread data in the receive buffer would make the kernel reset the connection, and the client could lose the
-        response. In this case the connection shuts down its sending side and lingers.
+        If the kernel's receive buffer has unread data, closing would reset the connection, and the client could lose
+        the response. In this case only the sending side is closed, and the connection enters the phase LINGERING.
         """
         if self._transport is None:
             return

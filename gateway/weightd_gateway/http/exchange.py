@@ -12,17 +12,17 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from weightd_gateway.http.messages import CONNECTION, HttpError, Message, Scope, ServerConnection
 
 MAX_FIELD_BYTES = 8190
-"""Maximum size of the request target, and of one header."""
+"""Maximum bytes of the request target, and of one header."""
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Maximum size of the request line and all headers together."""
+"""Maximum bytes of the request line and all headers together."""
 
 MAX_HEADERS = 64
 
-# Bytes of a chunked body that are decoded at a time. With the smallest chunks this takes a third of a millisecond.
+# Bytes of a chunked body that are decoded at a time, which takes a third of a millisecond with the smallest chunks.
 _PIECE_BYTES = 2 * 1024
 
-# Maximum overhead of chunks for each byte of the body; a chunk of one byte has five bytes of overhead.
+# Maximum bytes of chunk framing for each byte of a chunked body. A chunk of one byte has five bytes of framing.
 _MAX_CHUNK_OVERHEAD = 16
 
 _END = b"\r\n\r\n"
@@ -56,7 +56,7 @@ class RequestParser:
         self.is_head_complete = False
         self.is_complete = False
         self.chunks: list[bytes] = []
-        # Bytes that the parser still accepts; decoded bytes of the body add to it.
+        # Number of bytes that the parser still accepts. Each decoded byte of the body increases the number.
         self._allowance = MAX_HEAD_BYTES
 
     @property
@@ -70,10 +70,10 @@ class RequestParser:
         return str(self._parser.get_http_version())
 
     def feed(self, data: bytearray, limit: int = MAX_HEAD_BYTES) -> bool:
-        """Parse the next part of `data` that belongs to this request and remove it; return whether there was one.
+        """Parse the next part of this request in `data`, and remove it from `data`; return whether there was a part.
 
-        A head or a chunked body always ends with an empty line. By stopping there, the parser never consumes bytes of
-        the next request.
+        A head or a chunked body always ends with an empty line. The parser stops at each empty line, so it never
+        consumes bytes of the next request.
 
         Raises:
             HttpParserError: the data is not valid HTTP, or a limit is exceeded.
@@ -82,7 +82,7 @@ class RequestParser:
         if found >= 0:
             size = found + len(_END)
         else:
-            # The last bytes may be the beginning of an empty line.
+            # Leave the last bytes in `data` if they may be the beginning of an empty line.
             part = bytes(memoryview(data)[:limit])
             size = max(len(part.rstrip(b"\r\n")), len(part) - len(_END) + 1)
         if not size:
@@ -95,7 +95,7 @@ class RequestParser:
         try:
             self._parser.feed_data(taken)
         except HttpParserUpgrade:
-            # The server ignores the upgrade, and closes the connection after the response.
+            # The server ignores a request for another protocol, and closes the connection after the response.
             self.keep_alive = False
         return True
 
@@ -124,7 +124,7 @@ class RequestParser:
 
 
 class ExchangeConnection(ServerConnection, Protocol):
-    """The interface of a connection for its exchange.
+    """The part of a connection's interface that its exchange uses.
 
     Attributes:
         unparsed: received bytes that have not been consumed.
@@ -149,19 +149,19 @@ class ExchangeConnection(ServerConnection, Protocol):
         ...
 
     def run_fairly(self, exchange: HttpExchange) -> None:
-        """Call `HttpExchange.decode` at the peer's turn."""
+        """Call `decode` of the exchange at the peer's turn."""
         ...
 
 
 class HttpExchange:
-    """A request, from its head to the end of the response.
+    """A request and its response: passes the body to the ASGI application, and the response to the connection.
 
     Args:
         parser: the parser that has parsed the head.
         connection: the connection of the request.
 
     Attributes:
-        keep_alive: whether the connection can be reused.
+        keep_alive: whether the connection stays open for another request.
         target: the buffer that receives the body directly from the socket; None: data goes to the shared buffer.
         is_started: whether a part of the response has been sent.
         is_replied: whether all of the response has been sent.
@@ -176,7 +176,8 @@ class HttpExchange:
         self.is_replied = False
         self._start: Message = {}
         headers = dict(parser.headers)
-        # None for a chunked body and for requests without a body.
+        # Number of bytes of the body that have not been consumed; None for a chunked body and for requests without a
+        # body.
         self._bytes_left = None if parser.is_complete else _length_of(headers)
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         self._waiter: asyncio.Future[None] | None = None
@@ -289,7 +290,7 @@ class HttpExchange:
             self._wake()
 
     def on_received(self, count: int) -> None:
-        """Account for `count` bytes that were received into `target`."""
+        """Account for `count` bytes that the connection has received directly into `target`."""
         if self.target is not None and self._bytes_left is not None:
             self._bytes_left -= count
             self.target = self.target[count:] or None
@@ -316,12 +317,12 @@ class HttpExchange:
             self.on_data()
 
     def discard_body(self) -> None:
-        """Drop the rest of the body as it arrives."""
+        """Drop the rest of the body whenever data arrives."""
         self._is_discarding = True
         self.on_data()
 
     def fail_body(self, error: HttpError | None = None) -> None:
-        """Make reads of the body fail, by default because it did not arrive in time."""
+        """Make reads of the body fail with `error`; by default, with the error that the body did not arrive in time."""
         self.keep_alive = False
         self._error = error or HttpError(408, _BODY_TIMEOUT)
         if self._waiter is not None and not self._waiter.done():
@@ -359,6 +360,6 @@ class HttpExchange:
 
 
 def _length_of(headers: dict[bytes, bytes]) -> int | None:
-    # The parser has validated the value.
+    # The parser has checked that the value is a number.
     length = headers.get(b"content-length")
     return None if length is None else int(length)

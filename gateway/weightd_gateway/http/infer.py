@@ -1,4 +1,4 @@
-"""Inference over HTTP: `POST .../infer`. This path is optimized, so it has few layers."""
+"""Inference over HTTP: `POST .../infer`. The code has few layers, because it is optimized for speed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 Array = tensors.Array
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""A parser process parses longer JSON, which would block the event loop for half a millisecond or more."""
+"""JSON with more bytes is parsed in a parser process. It would block the event loop for half a millisecond or more."""
 
 PARSER_PROCESS_VALUES = 4 * 1024
-"""A parser process renders outputs with more values than this, for the same reason."""
+"""Outputs with more values in JSON are rendered in a parser process, because rendering would block the event loop."""
 
-# Estimated size of a value in JSON, including its comma.
+# Estimated bytes of an output's value in JSON, including the comma.
 _RENDERED_VALUE_BYTES = 16
 
 
@@ -55,14 +55,15 @@ class HttpInference:
         """
         with self._daemon_client.admission.admit(caller) as request_permit:
             length = _header_length(request)
-            # The client keeps shared memory for reuse by later requests, which is only worthwhile for tensors.
+            # `allocate` returns shared memory, from which tensors are sent to the daemon without a copy. JSON is not
+            # sent.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
             content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
             parsed = await self._read_json(caller, header, model, request_permit)
             inputs = self._make_inputs(caller, parsed, binary, request_permit)
             write_output = self._output_writer(caller, parsed)
-            # Drop the lists of values, which are many times larger than the arrays made from them.
+            # Drop the lists of input values in `parsed`, which are many times larger than the arrays in `inputs`.
             parsed = dataclasses.replace(parsed, inputs=())
             result = await self._daemon_client.infer(
                 caller,
@@ -79,7 +80,8 @@ class HttpInference:
             summary = infer_response.summarize(model, parsed, result, write_output)
             buffers = summary.content
             text = await self._render(caller, summary)
-        # A permit covers the response until the client has read it, so that slow readers are limited, too.
+        # A permit reserves the bytes of the response until the client has read them, so that slow readers are limited,
+        # too.
         permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
         if not buffers:
             return HttpReply([text], JSON, permit=permit)
@@ -131,7 +133,7 @@ class HttpInference:
         return tensors.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
     def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> infer_response.WriteOutput:
-        """Return a function that writes outputs to their regions; the regions are resolved before the model runs."""
+        """Find the shared-memory regions of outputs before the model runs; return a function that writes to them."""
         slices = {
             each.name: self._regions.resolve(caller, *_region_parameters(each.region))
             for each in parsed.outputs or ()
@@ -159,7 +161,7 @@ def _region_parameters(parameters: Any) -> tuple[object, object, object]:
 
 
 def _header_length(request: HttpRequest) -> int | None:
-    """Return the number of JSON bytes at the beginning of the decompressed body; None if all of it is JSON."""
+    """Return the number of JSON bytes at the beginning of the decompressed body; None if the whole body is JSON."""
     values = request.header_values(_HEADER_LENGTH)
     if not values:
         return None

@@ -34,7 +34,7 @@ CONNECTION = "weightd.connection"
 
 ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 
-# Shorter bodies are received through a buffer, because copying them is cheap.
+# Minimum bytes of a body that is received directly into its final memory. For shorter bodies, a copy is cheap.
 _MIN_BUFFER_BYTES = 64 * 1024
 
 # Bytes that are decompressed at a time, before the event loop runs other tasks.
@@ -44,7 +44,7 @@ _SLICE_BYTES = 256 * 1024
 _ALIGNMENT = 64
 
 MAX_COPIED_BYTES = 64 * 1024
-"""Up to this size, joining buffers is cheaper than another system call."""
+"""Buffers of at most this many bytes together are joined, because copying is cheaper than another system call."""
 
 _PORT = re.compile(r":[0-9]*$")
 
@@ -55,7 +55,7 @@ Buffer = bytes | memoryview
 
 
 class ServerConnection(Protocol):
-    """The connection of a request that the gateway's own server received."""
+    """A connection of the gateway's own HTTP server, as the ASGI application sees it."""
 
     @property
     def uid(self) -> int | None:
@@ -84,7 +84,7 @@ class HttpRequest:
         method: the method, such as "GET".
         raw_path: the percent-encoded path below the application's root path, without the query.
         content_length: the length of the body in bytes; None if the client does not send it.
-        connection: the connection; None if another server than the gateway's own received the request.
+        connection: the connection of the gateway's own server; None if another ASGI server received the request.
     """
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout_s: float | None = None) -> None:
@@ -95,7 +95,7 @@ class HttpRequest:
         self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         self._first: dict[bytes, bytes] = dict(reversed(self._headers))
         length = self._first.get(b"content-length", b"")
-        # The server has validated the value.
+        # The ASGI server has already validated the value.
         self.content_length = int(length) if length.isdigit() else None
         self._receive = receive
         self._deadline = None if body_timeout_s is None else time.monotonic() + body_timeout_s
@@ -207,9 +207,9 @@ async def read_body(
         header_bytes: the size of the JSON at the beginning; the tensors after it begin at an aligned address.
 
     Raises:
-        InvalidArgument: the body does not match its headers.
-        TooLarge: the body exceeds a limit that does not depend on other requests.
-        ResourceExhausted: the memory is in use at the moment.
+        InvalidArgument: the body does not match the headers Content-Length and Content-Encoding.
+        TooLarge: the body is larger than `max_bytes`, or than the limit for all requests together.
+        ResourceExhausted: other requests have reserved too many bytes at the moment.
         HttpError: the encoding is unknown, the body did not arrive in time, or the client disconnected.
     """
     encoding = request.header(b"content-encoding").strip().lower() or IDENTITY
@@ -228,7 +228,7 @@ async def read_body(
         view = memoryview(allocate(offset + length))[offset:]
         await request.read_into(view)
         return view
-    # A short body has usually arrived completely by now, in one chunk.
+    # A short body has usually arrived by now, and is returned as one chunk.
     first = await request.read_chunk()
     if len(first) == length:
         return memoryview(first)
@@ -257,7 +257,7 @@ async def _chunks_of(request: HttpRequest) -> AsyncIterator[bytes]:
 
 
 async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """Yield decompressed data in bounded slices, because it can be a thousand times larger than the input."""
+    """Yield decompressed data in slices of limited size: the data can be a thousand times larger than the input."""
     inflater = None
     async for chunk in chunks:
         inflater = inflater or _make_inflater(encoding, chunk)
@@ -295,7 +295,7 @@ class HttpReply:
         content_type: the media type.
         status: the HTTP status.
         headers: further headers; their values must not contain line breaks.
-        permit: covers the memory of the content until it has been sent or dropped.
+        permit: reserves the bytes of the content; released when the content has been sent or dropped.
 
     Attributes:
         headers: as above; entries may be added.
@@ -329,7 +329,8 @@ class HttpReply:
             if request.method == "HEAD":
                 await send({"type": "http.response.body", "body": b""})
             elif self.body_length <= MAX_COPIED_BYTES or request.connection is None:
-                # The content is joined because another server may copy each message.
+                # Small content is joined. Content for another ASGI server is joined, too, because it may copy each
+                # message.
                 await send({"type": "http.response.body", "body": b"".join(self.content)})
             else:
                 last = len(self.content) - 1
@@ -356,7 +357,7 @@ def error_reply(error: RequestError) -> HttpReply:
 
 
 class HttpError(Exception):
-    """An error that exists only in HTTP.
+    """An error with an HTTP status that has no counterpart in gRPC.
 
     Args:
         status: the HTTP status.

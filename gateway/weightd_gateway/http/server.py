@@ -32,10 +32,12 @@ from weightd_gateway.http.messages import JSON
 from weightd_gateway.listening import GatewayAcceptor
 from weightd_gateway.tensors import to_json
 
-# File descriptors for everything except connections of callers: the daemon, regions, Python's files.
+# Number of file descriptors that are not available for connections of callers: the gateway needs them for connections
+# to the daemon, shared-memory regions and Python's own files.
 _RESERVED_FDS = 128
 
-# Seconds for which data after a rejected request is received and dropped, so that the client can read the error.
+# Seconds for which the server receives and drops data after it has rejected a request, so that the client can read the
+# error.
 _LINGERING_S = 5.0
 
 
@@ -54,7 +56,7 @@ class HttpServer:
         self.connections = _make_connections(gateway.config)
         self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
         self._peers = Peers()
-        # `HttpConnections` limits the connections of a peer instead, because it can close idle ones.
+        # This limiter limits only the rate. `HttpConnections` limits the number, because it can close idle connections.
         self._admission = GatewayConnectionLimiter(sys.maxsize, gateway.config.max_connection_rate)
         self._acceptors: list[GatewayAcceptor] = []
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -83,7 +85,7 @@ class HttpServer:
         return urls
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting requests; return when those in flight have ended, or after `grace_s` seconds."""
+        """Stop accepting requests; return when the requests in flight have ended, or after `grace_s` seconds."""
         for accepting in self._acceptors:
             accepting.close()
         for task in [*self._handshakes]:
@@ -93,7 +95,8 @@ class HttpServer:
         await self._wait_replied(grace_s)
         for each in self.connections:
             each.abort()
-        # Tasks of aborted connections are cancelled in the next pass of the event loop, and end in the one after it.
+        # The tasks of aborted connections are cancelled in the next pass of the event loop, and end in the pass after
+        # this.
         await asyncio.sleep(0)
         await self._wait_replied(None)
         for task in self._tasks:

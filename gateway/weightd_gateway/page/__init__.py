@@ -1,1 +1,1 @@
-"""The status page: its files and its data. The server of the page decides who may access it."""
+"""The status page: its files and its data. The HTTP server checks who may access the page."""

@@ -7,10 +7,10 @@ from typing import Any
 
 from weightd_common.dashboard.overview import Overview, to_json_values
 
-# Limit of processes on the page, for the browser's sake.
+# Maximum number of processes in status.json, so that a browser can display all of them.
 _MAX_PROCESSES = 1024
 
-# Fields with numbers and paths of this host, which the viewers of the page should not see.
+# Fields that are not sent to the page, because they contain process ids or paths of this host.
 _PRIVATE_FIELDS = ("note",)
 _PRIVATE_PROCESS_FIELDS = ("pid",)
 
@@ -19,9 +19,9 @@ def status_json(overview: Overview | None, age_s: float = 0.0, error: str = "") 
     """Return the content of status.json.
 
     Args:
-        overview: the latest overview; None before the first one.
-        age_s: its age in seconds.
-        error: the reason why the overview could not be refreshed; "" if it was.
+        overview: the latest state of models, processes and tenants; None before the first response of the daemon.
+        age_s: the age of the overview in seconds.
+        error: the reason why the overview could not be refreshed; "" if it is current.
     """
     daemon = {"age_s": round(age_s, 1), "error": error}
     content = {"daemon": daemon, "overview": None if overview is None else _overview_json(overview)}

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-# The page loads scripts, styles and data only from this server, cannot be embedded, and cannot send data elsewhere.
+# Content security policy: the page loads scripts, styles and data only from this server, cannot be embedded in another
+# page, and cannot send data to other servers.
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -39,8 +40,8 @@ class PageFile:
     """A static file of the page.
 
     Attributes:
-        body: its content.
-        content_type: its media type.
+        body: the content of the file.
+        content_type: the media type, with the character set.
         etag: the entity tag with which a browser revalidates its copy.
         headers: the response headers except the content type.
     """
@@ -54,7 +55,8 @@ class PageFile:
 def _load_file(name: str, media_type: str) -> PageFile:
     body = resources.files("weightd_gateway.page").joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-    # The browser revalidates on each request, mostly with a 304 response, so an upgrade takes effect immediately.
+    # The browser asks for each file whether its copy is current, and mostly gets a 304 response. So an upgrade takes
+    # effect immediately.
     return PageFile(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
 
 
@@ -63,4 +65,4 @@ FILES: Mapping[str, PageFile] = {
     "/app.js": _load_file("app.js", "text/javascript"),
     "/style.css": _load_file("style.css", "text/css"),
 }
-"""The files by path."""
+"""The files of the page by the path of the request."""

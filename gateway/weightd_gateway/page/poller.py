@@ -15,12 +15,13 @@ from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
-# The page polls each second. After a longer gap, no browser has had the page open, and the rates start anew.
+# Maximum seconds between two polls whose difference gives the rates on the page. An open page polls each second; after
+# a longer gap no browser had the page open, and the rates start anew.
 _MAX_GAP_S = 10.0
 
 
 class StatusSource(Protocol):
-    """The daemon's interface for the poller."""
+    """The part of the daemon client's interface that the poller uses."""
 
     def metrics(self, caller: Caller) -> Awaitable[MetricsResponse]:
         """Return the daemon's metrics."""
@@ -32,7 +33,7 @@ class StatusSource(Protocol):
 
 
 class StatusPoller:
-    """Provides the data of the status page. All viewers of a tenant share one overview.
+    """Provides the data of the status page. All viewers of a tenant get the same overview of models and processes.
 
     Args:
         daemon: the source of metrics and status.
@@ -54,7 +55,7 @@ class StatusPoller:
 
 
 class _TenantOverview:
-    """The latest overview of one tenant."""
+    """The latest overview (state of models and processes) for the viewers of one tenant."""
 
     def __init__(self) -> None:
         self._history = History(_MAX_GAP_S)
@@ -77,7 +78,7 @@ class _TenantOverview:
         self._overview, self._polled_at = self._history.overview(), time.monotonic()
 
 
-# Texts by error code. The daemon client's own texts are not shown because they contain paths of this host.
+# Texts for the page by error code. The error's own text is not shown, because it may contain paths of this host.
 _ERROR_TEXTS = {
     Unavailable.code: "The daemon cannot be reached. It has stopped or is restarting.",
     DeadlineExceeded.code: "The daemon does not respond.",

@@ -1,4 +1,4 @@
-"""Usage accounts of tenants in status and metrics responses."""
+"""Usage accounts of tenants, which are part of status and metrics responses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,19 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class AccountStatus:
-    """Usage of one model by one tenant. The counters start when the tenant is created and survive restarts.
+    """Usage of one model by one tenant.
 
-    `model` is empty for requests that belong to no listed model: requests of removed models, requests that were
-    rejected before their model was known and, if the response has no room for every model, requests of the least used
-    models. `served` counts the requests that succeeded. `failed` counts the others, by error code or by the limit of
-    the tenant that was reached. `rows` and `slot_seconds` count what workers ran, the latter in seconds of workers.
-    `queue_seconds` is the time from the arrival of each request until a worker received it. `bytes_in` and `bytes_out`
-    count transferred tensors. `unexpected_exits` counts workers that crashed because of the tenant's requests.
-    `resident_byte_seconds` is the memory that was reserved for the model on the tenant's account, times its duration.
+    The counters start when the tenant is created and survive restarts of the daemon.
+
+    One account has an empty `model`. It is for requests of removed models, for requests that were rejected before their
+    model was known and, if the response has no room for every model, for requests of the least used models.
+
+    `served` counts the requests that succeeded. `failed` counts all other requests, by error code or, if a limit of the
+    tenant was reached, by the name of this limit. `rows` counts the rows that workers ran, and `slot_seconds` the
+    seconds for which workers were busy with them. `queue_seconds` is the sum of the seconds from the arrival of each
+    request until a worker received it. `bytes_in` and `bytes_out` count the bytes of transferred tensors.
+    `unexpected_exits` counts workers that crashed because of the tenant's requests. `resident_byte_seconds` is the
+    memory that was reserved for the model on the tenant's account, in bytes times seconds.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -41,24 +45,24 @@ class AccountStatus:
 
     @property
     def refused(self) -> int:
-        """The number of requests that were rejected or failed."""
+        """The number of requests that were rejected or that failed."""
         return sum(self.failed.values())
 
     @property
     def mean_queue_s(self) -> Optional[float]:
-        """Mean time of a request in the queue in seconds; None if no request was served."""
+        """Mean number of seconds that a request waited in the queue; None if no request was served."""
         return self.queue_seconds / self.served if self.served else None
 
 
 def total_account(accounts: Iterable[AccountStatus]) -> AccountStatus:
-    """Return the sum of accounts as an account without a model."""
+    """Return the sum of several accounts. The field `model` of the result is ""."""
     accounts = list(accounts)
     sums = {name: sum(getattr(each, name) for each in accounts) for name in _SUMMED_FIELDS}
     return AccountStatus(model="", failed=total_failed(accounts), **sums)
 
 
 def total_failed(accounts: Iterable[AccountStatus]) -> Dict[str, int]:
-    """Return the number of failed requests in these accounts by reason, sorted by reason."""
+    """Return the number of failed requests in all of these accounts by reason, sorted by reason."""
     counts: Dict[str, int] = {}
     for account in accounts:
         for reason, count in account.failed.items():
@@ -71,11 +75,11 @@ _SUMMED_FIELDS = [each.name for each in fields(AccountStatus) if each.name not i
 
 @dataclass(frozen=True)
 class TenantStatus:
-    """A tenant of the configuration, with an account for each model that it has used.
+    """A tenant of the configuration, with a usage account for each model that it has used.
 
-    `share` is the tenant's part of the seconds of all workers in the last minute; absent if the workers were idle.
-    `merged_accounts` is the number of accounts that were merged into one because a response has limited room.
-    `max_model_bytes` is the tenant's budget for the memory of models; 0: no limit.
+    `share` is the part of the seconds of all workers that the tenant used in the last minute; it is absent if all
+    workers were idle. `merged_accounts` is the number of accounts that were merged into one, because the size of a
+    response is limited. `max_model_bytes` is the tenant's budget for the memory of models in bytes; 0 means no limit.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))

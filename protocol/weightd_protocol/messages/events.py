@@ -1,4 +1,4 @@
-"""Events of the daemon, and log tails of its processes."""
+"""Messages that query the daemon's events and the logs of its child processes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from weightd_protocol.schema import integer, list_of, number, omit_default, one_
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
-# Created here, because the fields `number` and `text` hide these functions in the bodies of the classes.
+# Field types that are created outside the classes, because the fields `number` and `text` of the classes hide the
+# functions of the same names there.
 _TIME = number()
 _TEXT = text(limits.MAX_TEXT_BYTES, empty=True)
 _NAME = omit_default(text(limits.MAX_NAME_BYTES, empty=True))
 
-# From the least to the most severe.
+# Severities of an event, from the least to the most severe.
 SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(frozen=True)
 class Events:
-    """client → daemon: ask for the events after the event with number `after`.
+    """client → daemon: request the events that follow the event with number `after`.
 
-    `model_name` is "" for all events. A client that may not see other tenants' data is rejected.
+    `model_name` is the model whose events are requested; "" for all events. The daemon rejects clients that may not see
+    other tenants' data.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -35,10 +37,11 @@ class Events:
 
 @dataclass(frozen=True)
 class Event:
-    """An event. `time` is in seconds since 1970 by the host's clock.
+    """An event of the daemon. `time` is in seconds since 1970, by the clock of the daemon's host.
 
-    Numbers increase by 1 with each event, across restarts of the daemon. `model`, `generation` and `child` identify the
-    subject of the event, if it has one. The daemon keeps only recent events, so there may be gaps between numbers.
+    The number of an event is 1 more than the number of the previous event, also across restarts of the daemon. The
+    daemon keeps only recent events. `model`, `generation` and `child` (a process name) say what the event is about;
+    each may be absent.
     """
 
     number: int = field(metadata=_COUNT)
@@ -52,11 +55,11 @@ class Event:
 
 @dataclass(frozen=True)
 class EventsResponse:
-    """daemon → client: events, oldest first.
+    """daemon → client: events, the oldest first.
 
-    `last` is the number of the last event that was examined: use it as `after` in the next query. `remaining` is the
-    number of later events that exist already. `missed` is the number of events between the requested one and `last`
-    that the daemon no longer has.
+    `last` is the number of the last event that the daemon has examined for this response. Send it as `after` in the
+    next query. `remaining` is the number of events after `last` that already exist. `missed` is the number of requested
+    events up to `last` that the daemon no longer has.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -68,9 +71,10 @@ class EventsResponse:
 
 @dataclass(frozen=True)
 class Logs:
-    """client → daemon: ask for the last log lines of a model's processes.
+    """client → daemon: request the last log lines of a model's processes.
 
-    `process` is "" for all of them, including processes that have exited. Only operators may send this.
+    `process` is the name of one process; "" for all processes of the model, including exited processes. Only clients
+    with the right to operate the daemon may send this message.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -81,9 +85,9 @@ class Logs:
 
 @dataclass(frozen=True)
 class LogTail:
-    """The end of a process's log, as UTF-8. `text` consists of whole lines, except the tail of an overlong line.
+    """The end of a process's log, in UTF-8. `text` consists of whole lines, except the end of a line that is too long.
 
-    `size` is the total size of the log in bytes. `changed_at` is the time of the last write, in seconds since 1970.
+    `size` is the size of the whole log in bytes. `changed_at` is when the log was last written, in seconds since 1970.
     """
 
     process: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -95,7 +99,10 @@ class LogTail:
 
 @dataclass(frozen=True)
 class LogsResponse:
-    """daemon → client: log tails, the most recently written last. `omitted` older ones did not fit."""
+    """daemon → client: log tails, the most recently written one last.
+
+    `omitted` is the number of older log tails that did not fit into the response.
+    """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     logs: Tuple[LogTail, ...] = field(metadata=list_of(record(LogTail), limits.MAX_LOGS))

@@ -1,4 +1,4 @@
-"""Inference requests and responses, and their tensors."""
+"""Messages for inference: requests, responses, errors, and the description of their tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of one tensor of a request or response. Its bytes are in the frame at the same position.
+    """Description of one tensor of a request or response. The tensor frame at the same position has the tensor's bytes.
 
-    `shape` has the size of each dimension; [] is a scalar. The frame holds the elements in C order, little-endian,
-    without padding. Its length is the product of the dimensions and the element size.
+    `shape` has the size of each dimension; [] is the shape of a scalar. The frame has the elements in C order,
+    little-endian, without padding, so its length is the product of the dimensions and the element size.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -40,9 +40,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """Signature of one input or output of a model. A dimension of -1 is free: each request chooses its size.
+    """Signature of one input or output of a model. Each request chooses the size of a dimension that is -1 here.
 
-    A shape of None means any rank, chosen by each request. A shape of [] is a scalar.
+    If `shape` is None, each request also chooses the number of dimensions. [] is the shape of a scalar.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -57,23 +57,26 @@ class TensorSignature:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Options of a request beside its tensors."""
+    """Options of an inference request."""
 
     timeout_us: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
-    """Microseconds until the client stops waiting; None for the daemon's default."""
+    """Microseconds until the client stops waiting for the response; None for the daemon's default."""
     regions: Optional[Regions] = field(default=None, metadata=record(Regions))
-    """The tensors in shared memory and their locations; None if all tensors have frames."""
+    """Locations of the tensors that are in shared memory; None if all tensors are in frames."""
     priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))
-    """1 is served first; the model's configuration sets the largest number. 0 and None select the model's default."""
+    """Requests with priority 1 are served first. The model's configuration sets the largest number.
+
+    0 and None select the model's default priority.
+    """
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """Tenant whose rights, quotas and share apply, set by a gateway (`acts_for`); None for the sender's tenant."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's own tenant."""
 
 
 NO_PARAMETERS = Parameters()
 
 
 class _Once(Generic[T]):
-    """A property that is computed at its first access and is then stored as an attribute."""
+    """A property that is computed when it is first read. The value is then stored as an attribute."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
@@ -87,11 +90,14 @@ class _Once(Generic[T]):
 
 
 class _Description:
-    """Description of tensors, shared by all messages with equal shapes. It is encoded in a separate frame."""
+    """Description of the tensors of a message. It is encoded in a separate frame.
+
+    All messages with equal shapes share one description object.
+    """
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
-        """The tensors whose bytes follow the header."""
+        """The described tensors: inputs of a request, or outputs of a response."""
         raise NotImplementedError
 
     @_Once
@@ -101,48 +107,48 @@ class _Description:
 
     @_Once
     def largest(self) -> int:
-        """The length of the longest frame in bytes; 0 without tensors."""
+        """The length of the longest tensor frame in bytes; 0 if there are no tensors."""
         return max(self.sizes, default=0)
 
     @property
     def nbytes(self) -> int:
-        """The total length of the frames in bytes."""
+        """The total length of the tensor frames in bytes."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True)
 class RequestDescription(_Description):
-    """Model, inputs and requested outputs of a request, shared by all requests with equal shapes."""
+    """Model name, inputs and requested outputs of a request. All requests with equal shapes share one object."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     inputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
     outputs: Optional[Tuple[str, ...]] = field(
         default=None, metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
     )
-    """Names of the requested outputs, in the order of the response; None for all."""
+    """Names of the requested outputs, in the order of the response; None for all outputs of the model."""
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
-        """The tensors whose bytes follow the header."""
+        """The inputs: the tensors that a request has."""
         return self.inputs
 
 
 @dataclass(frozen=True)
 class ResponseDescription(_Description):
-    """Model and outputs of a response."""
+    """Model name and outputs of a response. All responses with equal shapes share one object."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     outputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
-        """The tensors whose bytes follow the header."""
+        """The outputs: the tensors that a response has."""
         return self.outputs
 
 
 @dataclass(frozen=True)
 class Infer:
-    """client → daemon: run the model on the tensors that follow."""
+    """client → daemon: run the model on the inputs in the frames that follow, and in shared memory."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
@@ -150,25 +156,28 @@ class Infer:
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors without a frame."""
+        """The positions of the inputs that are in shared memory and so have no frame."""
         regions = self.parameters.regions
         return () if regions is None else tuple([each.tensor_index for each in regions.inputs])
 
 
 @dataclass(frozen=True)
 class InferResponse:
-    """daemon → client: the outputs of the model."""
+    """daemon → client: the outputs of the model, in the frames that follow and in shared memory."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
-    """Positions of the outputs in the memory that the request provided. They have no frame."""
+    """Positions of the outputs that the worker has written to shared memory. They have no frame."""
     may_still_write: Optional[bool] = field(default=None, metadata=boolean())
-    """Whether a worker may still write to this memory; `released` follows."""
+    """Whether a worker may still write to the output buffers of the request.
+
+    If so, the message `released` follows later.
+    """
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors without a frame."""
+        """The positions of the outputs that are in shared memory and so have no frame."""
         return self.shared_outputs or ()
 
 
@@ -176,23 +185,26 @@ class InferResponse:
 class Error:
     """daemon → client: the request with this id failed.
 
-    `id` is empty if the id of the request could not be read.
+    `id` is "" if the daemon could not read the id of the message, or if it closes the connection.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
     code: str = field(metadata=one_of(ERRORS))
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     retry_after_us: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
-    """Microseconds after which the same request may succeed; None if unknown."""
+    """Microseconds after which the same request may succeed; None if the daemon does not know this."""
     may_still_write: Optional[bool] = field(default=None, metadata=boolean())
-    """Whether a worker may still write to the memory that the request provided; `released` follows."""
+    """Whether a worker may still write to the output buffers of the request.
+
+    If so, the message `released` follows later.
+    """
 
 
 @dataclass(frozen=True)
 class Cancel:
     """client → daemon: cancel the request with this id.
 
-    If the request has not ended, it now ends with CANCELLED. This message itself has no response.
+    A request that has not ended now ends with the error CANCELLED. The message `cancel` itself has no response.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,4 +1,4 @@
-"""Metrics: counters and gauges. They consist of integers and sums only, so that a query costs little."""
+"""Metrics: counters and gauges of the daemon. All of them are integers and sums, so a query costs little."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Histogram of a quantity; empty if the client may not see it.
+    """Histogram of a quantity. It is empty if the client may not see it.
 
-    `counts` has one entry for each upper bound, with the number of values above the previous bound, and one entry for
-    values above the last bound. `sum` is the sum of all values.
+    The response lists the upper bounds of the buckets. `counts` has one entry for each bound: the number of values
+    above the previous bound and up to this one. A further entry counts the values above the last bound. `sum` is the
+    sum of all values.
     """
 
     counts: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_BUCKETS + 1))
@@ -37,7 +38,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ProcessCount:
-    """Number of processes of a model with this role and state."""
+    """Number of processes of a model that have this role and this state."""
 
     role: str = field(metadata=one_of(ROLES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -48,15 +49,18 @@ class ProcessCount:
 class ModelMetrics:
     """Metrics of one model. Memory is in bytes.
 
-    `generation` and `sha256` belong to the generation that represents the state of the model. Counters and histograms
-    continue across restarts of the daemon, reloads and updates. `unexpected_exits` counts processes that exited without
-    being stopped, `restarts` their replacements. `selftest_failures` counts workers that did not reproduce the known
-    answer. `batch_mismatches` counts generations in which batched rows had other results than single rows.
-    `request_seconds` measures from the arrival of a request to its response, for requests that succeeded;
-    `queue_seconds` until a worker received it. `compute_seconds` measures executions and `batch_rows` their rows, as
-    far as known. `max_queue` is the capacity of the queue. Memory values date from the previous query for metrics and
-    are measured at most once a minute. They are absent before the first measurement and if the kernel does not report
-    them.
+    `generation` and `sha256` describe the same generation as `state`. Counters and histograms continue across restarts
+    of the daemon, reloads and updates. `unexpected_exits` counts processes that exited although the daemon had not
+    stopped them; `restarts` counts their replacements. `selftest_failures` counts workers that did not reproduce the
+    known answers of the self-test. `batch_mismatches` counts generations in which batched rows had other results than
+    rows that ran alone.
+
+    `request_seconds` covers requests that succeeded, from arrival to response. `queue_seconds` covers requests from
+    arrival until a worker received them. `compute_seconds` covers executions by workers, and `batch_rows` the rows of
+    each execution, if the number is known. `max_queue` is the capacity of the queue in requests.
+
+    Memory is measured at most once a minute, after a query for metrics, and reported in the response to the next query.
+    Memory values are absent before the first measurement, and if the kernel does not report them.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -88,7 +92,7 @@ class ModelMetrics:
 
 @dataclass(frozen=True)
 class ReloadCounts:
-    """Number of configuration reloads by result."""
+    """Number of reloads of the configuration, by result."""
 
     succeeded: int = field(metadata=_COUNT)
     refused: int = field(metadata=_COUNT)
@@ -96,12 +100,15 @@ class ReloadCounts:
 
 @dataclass(frozen=True)
 class MetricsResponse:
-    """daemon → client: the metrics. A client that may not see other tenants' data receives only its own.
+    """daemon → client: metrics of the daemon.
 
-    For such a client the response has the names, states and readiness of the models that the client may use, and its
-    own account; all other values are 0 or empty. If the configuration has no tenants, `tenants` has one named
-    `default`. `seconds_bounds` and `rows_bounds` are the bounds of the histograms. `pss_bytes` is the memory of the
-    daemon, its proxies and its shim, measured like the memory of models.
+    A client that may not see other tenants' data receives only its own metrics.
+
+    For such a client the response has the names, states and readiness of the models that the client may use, and the
+    client's account; all other values are 0 or empty. If the configuration has no tenants, `tenants` has one entry,
+    named `default`. `seconds_bounds` and `rows_bounds` are the upper bounds of the buckets of all histograms.
+    `pss_bytes` is the memory of the daemon, its ZeroMQ proxies and its shim, measured in the same way as the memory of
+    models.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

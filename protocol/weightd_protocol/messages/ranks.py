@@ -1,7 +1,8 @@
-"""Messages to and from processes of a rank group, and of a process that serves a model group.
+"""Messages to and from the ranks of a rank group, and the process that serves a model group.
 
-The ranks of a model that is cut into slices run as a rank group: its processes start and stop together. A process that
-serves all models of a model group is treated as a rank group with one process; its models are its members.
+A model that is cut into slices runs as a rank group: one rank for each slice, all of which start and stop together. The
+daemon treats a process that serves all models of a model group like a rank group with a single process; the models of
+the model group are the `members` in its messages.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class RankSlice:
-    """The number of a rank, and the model's signature according to the file of its slice."""
+    """The number of a rank, and the model's signature as the file of the rank's slice declares it."""
 
     rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
     """Number of the rank, from 0."""
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
-    """Inputs of the model according to the file; equal for all ranks."""
+    """Inputs of the model according to the slice's file. They are equal in all slices."""
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
-    """Outputs of the model according to the file; equal for all ranks."""
+    """Outputs of the model according to the slice's file. They are equal in all slices."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +52,35 @@ class GroupModelSignature:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """Self-test result of one model of a process: inputs and digest. The digest is "" without a self-test."""
+    """Result of the self-test of one model of a model group: its inputs and the digest of its answer."""
 
     selftest_digest: str = field(metadata=DIGEST)
-    """Sha256 of the answer; empty if the model has no self-test."""
+    """Sha256 of the answer to the self-test; "" if the model has no self-test."""
     selftest_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
-    """Input shapes on which the self-test ran."""
+    """Shapes of the inputs on which the self-test ran."""
 
 
 @dataclass(frozen=True)
 class JoinGroup:
-    """daemon → each process of a rank group: all processes are running; join the group and load the slice.
+    """daemon → each process of a rank group: all processes run; join the group and load the slice.
 
-    The broker, through which the ranks find each other, does not reply.
+    Ranks reply with `JoinedGroup`. The broker, through which the ranks find each other, does not reply.
     """
 
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """rank → daemon: joined the group and loaded the slice, which has this signature.
+    """rank → daemon: this rank has joined the group and loaded its slice.
 
-    A process with a model group sends the signatures in `members`; `inputs` and `outputs` are then empty.
+    `inputs` and `outputs` are the model's signature.
+
+    The process of a model group sends the signature of each model in `members`; its `inputs` and `outputs` are empty.
     """
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
-    """The card's memory afterwards; None on the CPU."""
+    """The card's memory after the slice was loaded; None on the CPU."""
     members: Tuple[GroupModelSignature, ...] = field(
         default=(), metadata=list_of(record(GroupModelSignature), limits.MAX_GROUP_MODELS)
     )
@@ -85,9 +88,9 @@ class JoinedGroup:
 
 @dataclass(frozen=True)
 class RunSelfTest:
-    """daemon → rank: all ranks have joined; run the self-test. All ranks receive this message at once.
+    """daemon → rank: all ranks have joined the group; run the self-test. The daemon sends this to all ranks at once.
 
-    `max_rows`, `allowed_batch_sizes`: as in `Build`.
+    `max_rows` and `allowed_batch_sizes` are as in `Build`.
     """
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
@@ -96,19 +99,19 @@ class RunSelfTest:
 
 @dataclass(frozen=True)
 class SelfTestDone:
-    """rank → daemon: the self-test has run, and everything that this rank compares was right.
+    """rank → daemon: the self-test has run. All answers that this rank compares were right.
 
-    `selftest_digest` is the digest of the compared answer, "" if this rank compares nothing; `selftest_cases` are its
-    inputs. A process with a model group sends both for each model in `members`, in their order; these fields are then
-    empty.
+    `selftest_digest` is the digest of the compared answer, "" if this rank compares none. `selftest_cases` are the
+    inputs of the self-test. The process of a model group sends digest and inputs of each model in `members`, in the
+    order of the models; its own `selftest_digest` and `selftest_cases` are empty.
     """
 
     selftest_digest: str = field(metadata=DIGEST)
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
-    """None if the rows were not tested."""
+    """Results of the test with several rows; None if rows were not tested."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
-    """The card's memory afterwards; None on the CPU."""
+    """The card's memory after the self-test; None on the CPU."""
     members: Tuple[SelfTestResult, ...] = field(
         default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS)
     )
@@ -116,6 +119,6 @@ class SelfTestDone:
 
 @dataclass(frozen=True)
 class PredictDone:
-    """rank → daemon: the `Predict` was run. Another rank sends its result."""
+    """rank → daemon: this rank has run the `Predict`. Another rank sends the result."""
 
     request: int = field(metadata=integer(0, limits.MAX_COUNT))

@@ -1,4 +1,4 @@
-"""Shared-memory regions: tensors in memory that a client has registered, instead of in frames."""
+"""Messages and records for shared-memory regions, which hold tensors that are not sent in frames."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _BYTES = integer(0, limits.MAX_COUNT)
 _NUMBER = integer(0, limits.MAX_COUNT)
 REGION = text(limits.MAX_REGION_ID_BYTES)
 
-# Positions of tensors in a description.
+# Positions of tensors in the inputs of a request or the outputs of a response.
 POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
 class InputLocation:
-    """Location of an input without a frame: it starts at `offset` of a region.
+    """Location of an input in shared memory: it begins at `offset` in the region with the id `region`.
 
-    `tensor_index` is its position in the description.
+    `tensor_index` is the position of the input in the request.
     """
 
     tensor_index: int = field(metadata=_TENSOR)
@@ -32,7 +32,10 @@ class InputLocation:
 
 @dataclass(frozen=True)
 class OutputLocation:
-    """Buffer for an output of at most `nbytes`. `tensor_index` is the position of the output in the response."""
+    """Buffer for an output in shared memory: `nbytes` bytes from `offset` on in the region with the id `region`.
+
+    `tensor_index` is the position of the output in the response. The output may be shorter than the buffer.
+    """
 
     tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -42,7 +45,7 @@ class OutputLocation:
 
 @dataclass(frozen=True)
 class Regions:
-    """Locations of the tensors of a request that are in shared memory."""
+    """Locations of the request's tensors that are in shared memory, and of buffers for outputs."""
 
     inputs: Tuple[InputLocation, ...] = field(default=(), metadata=list_of(record(InputLocation), limits.MAX_TENSORS))
     outputs: Tuple[OutputLocation, ...] = field(
@@ -52,50 +55,50 @@ class Regions:
 
 @dataclass(frozen=True)
 class MappedInput:
-    """An `InputLocation` for a worker, which identifies regions by numbers."""
+    """An `InputLocation` in a message to a worker. Regions have numbers there instead of ids."""
 
     tensor_index: int = field(metadata=_TENSOR)
-    """Position in `inputs` of the request."""
+    """Position of the input in the request."""
     region: int = field(metadata=_NUMBER)
-    """Number of the region, as in `MapRegion`."""
+    """Number of the region, from `MapRegion`."""
     offset: int = field(metadata=_BYTES)
-    """First byte in the region."""
+    """Offset of the input's first byte in the region."""
 
 
 @dataclass(frozen=True)
 class MappedOutput:
-    """An `OutputLocation` for a worker, which identifies regions by numbers."""
+    """An `OutputLocation` in a message to a worker. Regions have numbers there instead of ids."""
 
     tensor_index: int = field(metadata=_TENSOR)
-    """Position in `outputs` of the result."""
+    """Position of the output in the result."""
     region: int = field(metadata=_NUMBER)
-    """Number of the region, as in `MapRegion`."""
+    """Number of the region, from `MapRegion`."""
     offset: int = field(metadata=_BYTES)
-    """First byte in the region."""
+    """Offset of the buffer's first byte in the region."""
     nbytes: int = field(metadata=_BYTES)
-    """Size of the space for the output."""
+    """Size of the buffer in bytes."""
 
 
 @dataclass(frozen=True)
 class MappedRegions:
-    """`Regions` for a worker, which identifies regions by numbers."""
+    """The record `Regions` in a message to a worker. Regions have numbers there instead of ids."""
 
     inputs: Tuple[MappedInput, ...] = field(default=(), metadata=list_of(record(MappedInput), limits.MAX_TENSORS))
-    """Inputs without a frame."""
+    """Locations of the inputs that have no frame."""
     outputs: Tuple[MappedOutput, ...] = field(default=(), metadata=list_of(record(MappedOutput), limits.MAX_TENSORS))
-    """Space where the worker may write outputs."""
+    """Buffers to which the worker may write outputs."""
 
 
 @dataclass(frozen=True)
 class Register:
-    """client → daemon: register a region. The descriptor of the memory is attached to the message."""
+    """client → daemon: register a shared-memory region. Its file descriptor is attached to the message."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
 
 
 @dataclass(frozen=True)
 class Registered:
-    """daemon → client: requests on this connection may use the region under this name."""
+    """daemon → client: the region is registered. Requests on this connection may use it with the id `region`."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     region: str = field(metadata=REGION)
@@ -103,7 +106,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Unregister:
-    """client → daemon: no further request uses the region. This message has no response."""
+    """client → daemon: no further request will use this region. This message has no response."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     region: str = field(metadata=REGION)
@@ -113,7 +116,7 @@ class Unregister:
 class Released:
     """daemon → client: no worker writes to the output buffers of this request any more.
 
-    It follows a response, and only one with `may_still_write`.
+    The daemon sends this message after a response with `may_still_write`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,7 +1,7 @@
 """Messages between the daemon and its child processes.
 
-They travel over a private socket of the daemon's user, but are decoded as strictly as messages of clients: a crashing
-engine may send anything before it dies.
+Only the daemon's user can connect to the socket. Yet these messages are decoded as strictly as clients' messages,
+because a crashing engine may send anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from weightd_protocol.schema import (
 )
 
 CHILD_PROTOCOL_VERSION = 3
-"""Version of this protocol. A daemon takes over the children of its predecessor only if both have the same version."""
+"""Version of these messages. A daemon takes over an earlier daemon's children only if their versions are equal."""
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _STEP = integer(0, limits.MAX_COUNT)
@@ -54,14 +54,14 @@ _ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARG
 
 @dataclass(frozen=True)
 class Hello:
-    """child → daemon: the process is running; its identity, versions and capabilities.
+    """child → daemon: the process is running. The message has its identity, versions and capabilities.
 
-    `engine_pid` is the engine's number for this process, which on Ascend differs from `os.getpid()` in a container.
-    `sha256` is the digest of the model that this process would load (`weightd_common.modelfiles.files`), or of a rank's
-    slice. `origin` tells how the process was created, one of `ORIGINS`; `origin_note` gives the reason why it was not
-    forked, and is "" otherwise. The process can run `concurrency` predicts at once. `slice` describes the slice of a
-    rank; None for other processes. `versions` are the versions of `weightd`, `python`, `numpy` and the engine;
-    `versions["weightd"]` must be the daemon's. `sharing_traits` describes the engine's way of sharing weights.
+    `engine_pid` is the pid by which the engine knows this process; on Ascend, in a container, it differs from
+    `os.getpid()`. `sha256` is the digest of the model, or of a rank's slice, that this process will load
+    (`weightd_common.modelfiles.files`). `origin` tells how the process was created, and `origin_note` why it was not
+    forked, "" if it was. `concurrency` is the number of predicts that it can run at once. `slice` describes a rank's
+    slice; None for other processes. `versions` has the versions of `weightd` (which must be the daemon's), `python`,
+    `numpy` and the engine. `sharing_traits` says how the engine shares weights.
     """
 
     engine_pid: str = field(metadata=text(limits.MAX_PID_BYTES))
@@ -78,8 +78,8 @@ class Hello:
 class Fork:
     """daemon → fork server or template: fork a process with these arguments.
 
-    `arguments` are the arguments of ``python -m weightd_worker`` except `--parent`, which is the parent of the forking
-    process. The new process connects with `name` and writes to the file `log`.
+    `arguments` are the arguments of ``python -m weightd_worker`` without `--parent`: the forking process adds it, with
+    the pid of its parent. The new process connects to the daemon as `name` and writes its log to the file `log`.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -89,19 +89,19 @@ class Fork:
 
 @dataclass(frozen=True)
 class Forked:
-    """fork server or template → daemon: the process was forked and starts now, or forking failed with `error`."""
+    """fork server or template → daemon: the new process starts now, or the fork failed with `error`."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     pid: int = field(default=0, metadata=integer(0, limits.MAX_PID))
-    """Pid of the new process; 0 if there is an `error`."""
+    """Pid of the new process; 0 if the fork failed."""
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
 class Reconnected:
-    """child → daemon: reconnected after a lost connection. The present daemon may continue to use the process.
+    """child → daemon: this process has connected again after it had lost the connection, usually to a new daemon.
 
-    `step` is the step of the last `Predict` that a rank has run, 0 before the first.
+    `step` is the step of the last `Predict` that a rank has run; 0 before the first.
     """
 
     step: int = field(default=0, metadata=omit_default(_STEP))
@@ -109,17 +109,18 @@ class Reconnected:
 
 @dataclass(frozen=True)
 class Build:
-    """daemon → holder: build the model and share its weights with these processes.
+    """daemon → holder: build the model and share its weights with the processes in `engine_pids`.
 
-    With `search_selftest`, the holder searches for a self-test: `selftest_cases` worked before and are tried first,
-    `failed_cases` failed and are skipped. Without it, `selftest_cases` are configured and must work; without cases, the
-    model has no self-test unless the process was given a sample. `max_rows` is the largest number of rows in a predict
-    of several requests; 1: requests are not batched, and rows are not tested. `allowed_batch_sizes` are the only
-    numbers of rows of a predict; empty for any. `exact` tells whether batched results must equal single ones exactly.
+    With `search_selftest`, the holder searches for inputs for the self-test. It tries `selftest_cases` first, which
+    worked before, and skips `failed_cases`. Without `search_selftest`, `selftest_cases` come from the configuration and
+    must work. If they are empty, the model has no self-test unless the process was started with sample inputs.
+    `max_rows` is the maximum number of rows in a predict of several requests; with 1, requests are not batched.
+    `allowed_batch_sizes` are the only numbers of rows that the model accepts; empty for any. With `exact`, batched
+    results must equal results of single requests bit for bit.
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
-    """`Hello.engine_pid` of each process that will attach."""
+    """`Hello.engine_pid` of each process that will attach to the weights."""
     search_selftest: bool = field(default=True, metadata=boolean())
     selftest_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
     failed_cases: SelfTestCases = field(default=(), metadata=_FAILED_CASES)
@@ -130,10 +131,10 @@ class Build:
 
 @dataclass(frozen=True)
 class AnnounceSelfTest:
-    """holder → daemon: about to run the self-test on `cases`, which may crash the process.
+    """holder → daemon: the holder is about to run the self-test on `cases`, which may crash the process.
 
-    `failed_cases` are known not to work. The holder waits for `ContinueSelfTest`, so that the daemon knows on which
-    inputs it crashed. If `cases` is empty, the search has ended.
+    The holder waits for `ContinueSelfTest`, so that the daemon knows the inputs that caused a crash. `failed_cases` are
+    inputs that did not work. If `cases` is empty, the search has ended.
     """
 
     cases: SelfTestCases = field(metadata=SELFTEST_CASES)
@@ -142,18 +143,18 @@ class AnnounceSelfTest:
 
 @dataclass(frozen=True)
 class ContinueSelfTest:
-    """daemon → holder: the cases are recorded; continue."""
+    """daemon → holder: the daemon has recorded the cases; continue the self-test."""
 
 
 @dataclass(frozen=True)
 class Built:
     """holder → daemon: the model is built and its weights are exported.
 
-    `handle` is the handle to which workers attach, "" if nothing is shared. In that case `note` gives the reason, and
-    `has_sharing_failed` tells whether an attempt to share failed. If `is_template`, workers are forked from this holder
-    with everything it has built. `selftest_cases` are the inputs of the self-test, empty for a model without a
-    self-test. `selftest_digest` is the digest of its answers, "" for a model that does not repeat its answers.
-    `selftest_note` tells why there is no self-test or what limits its value.
+    Workers attach to `handle`, "" if nothing is shared. Then `note` says why, and `has_sharing_failed` whether an
+    attempt to share failed. If `is_template`, workers are forked from this holder, with everything that it has built.
+    `selftest_cases` are the inputs of the self-test, empty for a model without a self-test; `selftest_note` gives the
+    reason, or the limits of the self-test. `selftest_digest` is the digest of the answers to the self-test, "" if the
+    model does not repeat its answers.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -162,44 +163,42 @@ class Built:
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
-    """Bytes of the model that the holder shares."""
+    """Size of the part of the model that the holder shares."""
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
     gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
-    """The only sizes of the free dimensions of `inputs`, in their order; empty if all are allowed or unknown."""
+    """Gears: the only allowed sizes of the free dimensions of `inputs`, in their order. Empty: any, or unknown."""
     selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     has_sharing_failed: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
-    """None if `Build.max_rows` was 1."""
+    """Results of the tests with several rows; None if `Build.max_rows` was 1."""
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
-    """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
-    that it has computed before."""
+    """Whether each change of shapes needs a new build, because the engine's answers depend on earlier shapes."""
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
-    """The shape of each input that every worker computes first: the largest that it computes without another build.
-    None if the order of shapes does not matter."""
+    """The input shapes that a worker must compute first; None if the order of shapes does not matter."""
 
 
 @dataclass(frozen=True)
 class AllowAttach:
-    """daemon → holder: allow these processes to attach, although they did not exist at the build."""
+    """daemon → holder: allow these processes, which did not exist at the build, to attach to the weights."""
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
 
 
 @dataclass(frozen=True)
 class AttachAllowed:
-    """holder → daemon: the processes may attach, or `error` is the reason why the library does not allow it."""
+    """holder → daemon: the processes may attach. If the engine does not allow this, `error` is the reason."""
 
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
 class Attach:
-    """daemon → worker: build the model on the weights behind `handle` ("" for a private copy), then run the self-test.
+    """daemon → worker: build the model on the weights at `handle` ("" for a private copy), then run the self-test.
 
-    `max_rows`, `allowed_batch_sizes` and `exact` are as in `Build`; the other fields are as in `Built`.
+    `max_rows`, `allowed_batch_sizes` and `exact` are as in `Build`, all other fields as in `Built`.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -215,7 +214,7 @@ class Attach:
 
 @dataclass(frozen=True)
 class Attached:
-    """worker → daemon: the model is built. `selftest_digest` is as in `Built`; `note` tells why nothing is shared."""
+    """worker → daemon: the model is built. `selftest_digest` is as in `Built`; `note` says why nothing is shared."""
 
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
@@ -226,9 +225,9 @@ class Attached:
 
 @dataclass(frozen=True)
 class ProcessFailed:
-    """child → daemon: build or attach failed for `reason`; the process exits.
+    """child → daemon: build, attach or another order failed for `reason`. The process waits for `Stop` and exits.
 
-    `is_out_of_memory`: the card has no memory or no room for this process; the card may free some with a delay after
+    `is_out_of_memory`: the card has no memory or no place for this process. A card may free memory some time after
     another process has exited. `is_transient`: the cause may disappear by itself, like a full disk.
     """
 
@@ -239,49 +238,49 @@ class ProcessFailed:
 
 @dataclass(frozen=True)
 class Predict:
-    """daemon → worker: run the model on the tensors that follow.
+    """daemon → worker: run the model on the inputs in the frames that follow, and in shared memory.
 
-    `step` counts the predicts of a rank group from 1; each item of a `BeginBatch` counts. It is 0 for a process that is
-    not a rank. A rank that misses a step or receives one twice sends `ProcessFailed`. `model_index` is the model's
-    index in a model group.
+    `step` is the number of the predict in its rank group, from 1; each item of a `BeginBatch` has its own number. It is
+    0 for a process that is not a rank. A rank that misses a step or gets one twice sends `ProcessFailed`. `model_index`
+    is the position of the model in its model group.
     """
 
     request: int = field(metadata=_REQUEST)
-    """Number that the daemon assigns to the request and never uses twice."""
+    """Number that identifies the request. The daemon never assigns it again."""
     description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
-    """Description of the tensors as the client sent it, byte for byte."""
+    """Description of the tensors, in the same bytes as in the client's request."""
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
-    """The tensors in mapped regions; None if all tensors have frames."""
+    """Locations of the tensors that are in shared memory; None if all tensors are in frames."""
     step: int = field(default=0, metadata=omit_default(_STEP))
     model_index: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors without a frame."""
+        """The positions of the inputs that are in shared memory and so have no frame."""
         return () if self.regions is None else tuple([each.tensor_index for each in self.regions.inputs])
 
 
 @dataclass(frozen=True)
 class PredictResult:
-    """worker → daemon: the outputs of a `Predict`."""
+    """worker → daemon: the outputs of a `Predict`, in the frames that follow and in shared memory."""
 
     request: int = field(metadata=_REQUEST)
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
-    """Positions of the outputs that the worker has written to mapped regions. They have no frame."""
+    """Positions of the outputs that the worker has written to shared memory. They have no frame."""
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors without a frame."""
+        """The positions of the outputs that are in shared memory and so have no frame."""
         return self.shared_outputs or ()
 
 
 @dataclass(frozen=True)
 class PredictFailed:
-    """worker → daemon: the `Predict` failed with `code` and `error`, which the client receives.
+    """worker → daemon: the `Predict` failed. The client receives `code` and `error`.
 
-    `is_exiting`: the failure may have corrupted the model, so the process exits and accepts no further request. Without
-    it, a rank has rejected the request before it ran anything.
+    If `is_exiting`, the failure may have corrupted the model, so the process exits and accepts no further request. A
+    rank that does not exit has rejected the request before it ran anything.
     """
 
     request: int = field(metadata=_REQUEST)
@@ -294,11 +293,11 @@ class PredictFailed:
 class BeginBatch:
     """daemon → worker: run the next `items` messages `Predict` as one batch.
 
-    They differ only in the first dimension of their inputs. Each is answered, or can be cancelled before the batch
-    starts, as if it had been sent alone. If `rows` exceeds the rows of the batch, the worker repeats the last row up to
-    this number, because the model supports no other; 0 means no padding. `principal_ids` has a number for the principal
-    of each predict, which is the same in every daemon. It is empty if batched results are not compared with single
-    results.
+    The predicts differ only in the first dimension of their inputs. Each of them is answered, and can be cancelled
+    until the batch starts, as if it had been sent alone. If `rows` exceeds the rows of the batch, the worker repeats
+    the last row up to this number, because the model accepts no smaller number; 0 means no padding. `principal_ids` has
+    the number of the principal of each predict. A principal has the same number in every daemon. The list is empty if
+    batched results are not compared with results of single requests.
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
@@ -310,10 +309,10 @@ class BeginBatch:
 
 @dataclass(frozen=True)
 class BatchMismatch:
-    """worker → daemon: batched results differed from single results, as described in `note`.
+    """worker → daemon: results of a batch differed from results of single requests. `note` says how.
 
-    From now on, this worker runs the requests of these `principal_ids` one by one if they are batched with requests of
-    others. If empty, this holds for all requests.
+    From now on, this worker runs requests of the principals in `principal_ids` alone, not together with requests of
+    others. If the list is empty, it runs all requests alone.
     """
 
     note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
@@ -324,28 +323,28 @@ class BatchMismatch:
 
 @dataclass(frozen=True)
 class CancelPredict:
-    """daemon → worker: the result of this `Predict` is no longer needed. Do not run it if it has not started."""
+    """daemon → worker: the result of this `Predict` is not needed any more. Do not run it if it has not started."""
 
     request: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
 class PredictCancelled:
-    """worker → daemon: the `Predict` was cancelled in time and not run."""
+    """worker → daemon: the `Predict` was cancelled before it started."""
 
     request: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
 class MapRegion:
-    """daemon → worker: map the region whose descriptor is attached. `region` is its number, never used again."""
+    """daemon → worker: map the region whose file descriptor is attached. Its number `region` is never used again."""
 
     region: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)
 class UnmapRegion:
-    """daemon → worker: unmap a region. No further predict uses it."""
+    """daemon → worker: unmap a shared-memory region. No later predict uses it."""
 
     region: int = field(metadata=_REQUEST)
 
@@ -361,7 +360,7 @@ class Ping:
 class Pong:
     """worker → daemon: the reply to a `Ping`.
 
-    `selftest_digest` is the digest of the self-test's current answers, "" if it was not requested.
+    `selftest_digest` is the digest of the answers to the self-test that was just run, "" if none was requested.
     """
 
     selftest_digest: str = field(default="", metadata=DIGEST)
@@ -369,7 +368,7 @@ class Pong:
 
 @dataclass(frozen=True)
 class TrimStore:
-    """daemon → child: no attach is pending; pages of the page store that no process maps may leave memory."""
+    """daemon → child: no process is attaching; pages of the page store that no process maps may leave the memory."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Records that several messages of child processes have in common."""
+"""Records that are fields of several messages of child processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightd_protocol.frozen import dataclass
 from weightd_protocol.schema import boolean, integer, list_of, mapping, omit_default, one_of, text
 
 SelfTestCase = Dict[str, Tuple[int, ...]]
-"""An input of the self-test: the shape of each of the model's inputs, by its name."""
+"""An input of the self-test, given by the shape of each of the model's inputs. The keys are the names of the inputs."""
 
 SelfTestCases = Tuple[SelfTestCase, ...]
 
@@ -22,14 +22,17 @@ BATCH_SIZES = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
 DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
 
 ORIGINS = ("spawned", "forked", "template")
-"""How a process was started: by a new interpreter, or forked from a fork server or from a template."""
+"""How a process was created: with a new Python interpreter, forked from a fork server, or forked from a template."""
 
 _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a card in bytes: `total_bytes` is the capacity, `free_bytes` what no process of any user has."""
+    """Memory of a card in bytes.
+
+    `total_bytes` is the capacity of the card. `free_bytes` is the memory that no process of any user occupies.
+    """
 
     total_bytes: int = field(metadata=BYTES)
     free_bytes: int = field(metadata=BYTES)
@@ -37,15 +40,18 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class RowSupport:
-    """Findings of a holder about the rows of its model: tensors whose first dimension each request chooses.
+    """Whether several rows of a model can run in one predict, according to the tests of a holder or rank.
 
-    `inputs` and `outputs` name the tensors that have rows. If either is empty, requests cannot be batched, and `note`
-    gives the reason. `is_equal` tells whether batched rows had bit for bit the results of single rows. If not, `note`
-    tells which output differed, by how much and with how many rows, or why this was not tested. `batch_digest` is the
-    digest of the answer to a predict of many rows, "" if nothing is to be compared. Each number of rows up to
-    `compared_rows`, with the other dimensions of the self-test, was compared. `row_kind` names the kind of test rows
-    (`weightd_common.rowtest.rows`), to which the digest belongs. `unequal_specials` names kinds of floats: if rows
-    contain such values, batched results are not known to equal single results, although they do for other rows.
+    `inputs` and `outputs` are the names of the tensors that have rows: each request chooses the size of their first
+    dimension. If either is empty, requests cannot be batched, and `note` gives the reason. `is_equal` is true if rows
+    in a batch had bit for bit the same results as rows that ran alone. If it is false, `note` says which output
+    differed, by how much and with how many rows, or why rows were not tested.
+
+    `batch_digest` is the digest of the answer to a predict with many rows, which workers must reproduce; "" if they
+    compare nothing. The test compared each number of rows up to `compared_rows`, with the other dimensions of the
+    self-test. `row_kind` is the kind of the rows in the test (`weightd_common.rowtest.rows`); a worker needs it to
+    reproduce `batch_digest`. `unequal_specials` lists kinds of special floats. For rows that contain such values,
+    batched results may differ from results of rows that run alone, even if `is_equal` is true.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
@@ -62,7 +68,7 @@ class RowSupport:
 
 @dataclass(frozen=True)
 class SharingTraits:
-    """Capabilities of an engine's method to share weights.
+    """The requirements of an engine's way to share weights between processes.
 
     - `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
     - `holder_must_outlive`: the shared memory becomes invalid when the holder exits.

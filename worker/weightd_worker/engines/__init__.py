@@ -1,7 +1,7 @@
-"""Engines by name. Each engine has its module, which imports the engine's library only when an engine is made.
+"""Engines by name. The module of an engine imports the engine's library only when an engine object is made.
 
-Code that is specific to one library belongs here, and the interface of all engines. Of weightd_worker this package
-imports only `pagesharing` and `nativelog`.
+This package contains the interface of all engines, and all code that is specific to one engine's library. From
+weightd_worker it imports only `pagesharing` and `nativelog`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ ENGINES: Dict[str, Callable[[BuildSettings], Engine]] = {
     "onnxruntime": OnnxRuntime,
     "mindspore_lite": mindspore_lite.make_engine,
 }
-"""Factories of the engines. They raise `EngineMissing` or, for invalid settings, `BuildError`."""
+"""For each engine, the function or class that makes it. It raises `EngineMissing`, or `BuildError` for invalid
+settings."""
 
 RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank, "mindspore_lite": MindSporeLiteRank}
-"""Engines of the ranks of a model. Their constructors raise the same errors."""
+"""Engines that run one rank of a model. Their constructors raise `EngineMissing` or `BuildError`."""

@@ -29,10 +29,12 @@ _NO_LARGE_BLOCKS = (
 
 
 class CpuEngine(Engine):
-    """An engine that shares its pages. A subclass builds the model and runs predicts.
+    """Base class of an engine on the CPU, whose weights are shared as memory pages.
+
+    A subclass builds the model and runs predicts.
 
     Raises:
-        BuildError: the settings name a card.
+        BuildError: the device in the settings is a card.
     """
 
     def __init__(self, settings: BuildSettings) -> None:
@@ -43,34 +45,42 @@ class CpuEngine(Engine):
         self.sharing = self._page_sharing or NotShared()
 
     def _start_build(self, handle: str) -> None:
-        """Prepare a build whose weights are to be shared. Each build begins with it; `handle` may be ""."""
+        """Prepare page sharing for a build. A subclass calls this method at the start of each build.
+
+        Args:
+            handle: the path of the page store to attach to later; "" if there is no store.
+        """
         if self._page_sharing is not None:
             self._page_sharing.start_build(handle)
 
     def update_weights(self, weights: Arrays) -> None:
-        """Raise a BuildError: weights on the CPU cannot be updated."""
+        """Raise a BuildError: engines on the CPU cannot replace the weights of a built model."""
         raise BuildError(f"{self.name} cannot update weights on the CPU")
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Return None: there is no card."""
+        """Return None: the engine uses no card."""
         return None
 
 
 class PageSharing(WeightSharing):
-    """Shares pages. The handle is the path of the page store. Pages that cannot be shared stay private."""
+    """Shares weights as memory pages. The handle is the path of the page store.
+
+    Pages that cannot be shared stay private to the process.
+    """
 
     traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
     def __init__(self) -> None:
         self._starts_before: Optional[pagesharing.MappingStarts] = None
-        # The page store whose pages the built model shares, "" if it shares none.
+        # Path of the page store whose pages the built model shares; "" if the model shares no pages.
         self._store = ""
         self._mmap_threshold_bytes: Optional[int] = None
 
     def start_build(self, handle: str) -> None:
-        """Record the mappings that exist before a build: memory that is added by the build is shared later.
+        """Record the memory mappings that exist before a build, so that `export` and `attach` find the build's memory.
 
-        If there is a handle, start to read its page store back into memory: the build will compare all of its pages.
+        If `handle` is not "", also start to read the page store into memory, because `attach` will compare all of its
+        pages.
         """
         self._mmap_threshold_bytes = pagesharing.mmap_threshold_bytes()
         self._starts_before = pagesharing.start_build()
@@ -78,11 +88,11 @@ class PageSharing(WeightSharing):
             pagesharing.prefetch(handle)
 
     def current_pid(self) -> str:
-        """Return this process's pid: no library on the CPU has another number for it."""
+        """Return the pid of this process."""
         return str(os.getpid())
 
     def export(self, store: str) -> SharedWeights:
-        """Write the pages of the built model to `store`. Any process of this user can attach."""
+        """Write the pages of the built model to the page store `store`. Any process of this user can attach to it."""
         try:
             sharing = pagesharing.export_pages(store, self._starts_before)
         except pagesharing.PageSharingUnavailable as error:
@@ -95,23 +105,26 @@ class PageSharing(WeightSharing):
         return SharedWeights(store, sharing.shared_bytes, in_memory)
 
     def allow(self, pids: Sequence[str]) -> None:
-        """Do nothing: any process of this user may attach."""
+        """Do nothing: any process of this user may attach to a page store."""
 
     def attach(self, handle: str) -> SharedWeights:
-        """Replace each page of the built model that is also in the page store by the store's page."""
+        """Replace pages of the built model by equal pages of the page store `handle`."""
         try:
             if not handle:
-                return SharedWeights("", 0, "")  # the holder has reported the reason
+                return SharedWeights("", 0, "")  # the holder has already reported why it shares no weights
             sharing = pagesharing.attach_pages(handle, self._starts_before)
         except pagesharing.PageSharingUnavailable as error:
             return SharedWeights("", 0, f"weights are not shared: {error}")
         finally:
-            pagesharing.prepare()  # for the predicts that follow, even if `attach_pages` has failed before it
+            pagesharing.prepare()  # reset malloc for predicts; `attach_pages` may have failed before it did so
         self._store = handle
         return SharedWeights(handle, sharing.shared_bytes, "")
 
     def reattach(self) -> None:
-        """Share the pages of a model that was built again, after its first predict. A failure is only logged."""
+        """Share the pages of a model that was built again. Call this method after the model's first predict.
+
+        If the pages cannot be shared, the reason is only logged.
+        """
         if self._store:
             note = self.attach(self._store).note
             if note:
@@ -119,11 +132,11 @@ class PageSharing(WeightSharing):
         self.end_build()
 
     def end_build(self) -> None:
-        """Restore the mmap threshold from before the build, so that smaller blocks come from the heap again."""
+        """Restore malloc's mmap threshold from before the build, so that smaller blocks come from the heap again."""
         pagesharing.restore_mmap_threshold(self._mmap_threshold_bytes)
 
     def trim_store(self, handle: str) -> None:
-        """Evict the store's pages that no process uses from memory."""
+        """Free the memory of the page store's pages that no process uses. They stay in the store's file."""
         try:
             pagesharing.evict(handle)
         except pagesharing.PageSharingUnavailable as error:
@@ -131,12 +144,12 @@ class PageSharing(WeightSharing):
 
 
 def set_cpu_affinity(cores: Collection[int]) -> None:
-    """Pin all threads of this process to the cores. Threads that they start later inherit the affinity.
+    """Pin all threads of this process to these cores. Threads that they start later inherit the affinity.
 
     Raises:
         OSError: none of the cores is available.
     """
     for task in Path("/proc/self/task").iterdir():
-        # A thread may exit in the meantime.
+        # A thread may exit after its number was listed.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), cores)

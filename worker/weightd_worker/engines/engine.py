@@ -1,9 +1,10 @@
 """Interface of all engines: construction, builds, weight sharing and errors.
 
-Libraries share weights at one of two moments. A library that shares weights itself has to know at the build. For the
-others weightd shares memory, after a first predict, in which some libraries pack their weights::
+Weights are shared at one of two times. A library that can share weights itself needs the pids or the handle when it
+builds the model. For other libraries, weightd shares memory pages after a first predict, because some libraries
+rearrange their weights in this predict. So all engines have these steps::
 
-    holder    build(model, pids=...)      predict    export(store)      trim_store(handle) when no worker attaches
+    holder    build(model, pids=...)      predict    export(store)      trim_store(handle) when no worker is attaching
     worker    build(model, handle=...)    predict    attach(handle)
 """
 
@@ -23,17 +24,18 @@ Arrays = Dict[str, Any]
 """Numpy arrays by tensor name. Inputs are in native byte order, in C order and aligned; outputs may have any layout."""
 
 Gears = Tuple[Tuple[int, ...], ...]
-"""The sizes that a model was converted for. Each gear has the sizes of all free dimensions, in the inputs' order."""
+"""The only sizes that a converted model supports. Each gear has one size for each free dimension of all inputs, in the
+order of the inputs."""
 
 
 class BuildSettings(NamedTuple):
-    """Settings of a build.
+    """Settings with which an engine builds a model.
 
     Attributes:
-        threads: the number of threads of one predict, on the CPU.
-        device: "cpu", "cpu:N" for some of its cores, or "ascend:N" for the card of that number.
-        is_sharing: whether processes share weights; otherwise each has a private copy.
-        options: options specific to the engine, which checks them.
+        threads: the number of CPU threads that run one predict.
+        device: "cpu", "cpu:N" for a set of its cores, or "ascend:N" for card N.
+        is_sharing: whether processes share the weights. If not, each process has a private copy.
+        options: the engine's options, which the engine checks.
     """
 
     threads: int
@@ -43,7 +45,7 @@ class BuildSettings(NamedTuple):
 
     @property
     def card(self) -> Optional[int]:
-        """The number of the card, None for the CPU.
+        """The number of the card in `device`; None for the CPU.
 
         Raises:
             BuildError: the device is neither a card nor the CPU.
@@ -55,58 +57,64 @@ class BuildSettings(NamedTuple):
 
 
 class ModelSignature(NamedTuple):
-    """Inputs and outputs of a built model, according to the engine, which may differ from the model's file."""
+    """Inputs and outputs of a built model as the engine reports them. The model's file may describe others."""
 
     inputs: Tuple[TensorSignature, ...]
     outputs: Tuple[TensorSignature, ...]
 
 
 class Engine(abc.ABC):
-    """Runs one model. One thread calls it, except that up to `concurrency` threads may call `predict` at once.
+    """Interface of an object that builds and runs one model.
 
-    After an error from `build`, or `ModelCorrupted` from `predict`, the engine is usable only after a new build. If
-    `can_rebuild` is false, there can be no new build, and only the end of the process frees its memory.
+    All calls must come from one thread, except that up to `concurrency` threads may call `predict` at once. If `build`
+    fails, or `predict` raises `ModelCorrupted`, the caller must call `build` again before it uses the engine. If
+    `can_rebuild` is false, a second build is impossible: the process must exit, which also frees the model's memory.
     """
 
     name: ClassVar[str]
     sharing: WeightSharing
     can_rebuild: ClassVar[bool] = True
     may_corrupt: ClassVar[bool] = True
-    """Whether a predict may corrupt the model, so that a later answer is wrong without an error."""
+    """Whether a predict may corrupt the model, so that later answers are wrong without an error."""
     is_limited_by_first_shape: ClassVar[bool] = False
-    """Whether a model's first predict determines which shapes it can compute: the engine builds a new model for a shape
-    that the first one does not cover."""
+    """Whether the first predict of a built model limits the shapes of later predicts. If so, the engine itself builds
+    the model again for larger shapes."""
     was_rebuilt_larger: bool = False
-    """Whether the engine has built a model for larger shapes since `build`, or since a caller reset this to False."""
+    """Whether the engine itself has built the model again for larger shapes since the last call of `build`. Callers may
+    reset this to False."""
     should_rebuild_per_shape: bool = False
-    """Whether the engine builds a new model at each change of shape. Set if answers depend on the shapes before."""
+    """Whether the engine builds the model again whenever the shapes of the inputs change. Callers set this if answers
+    depend on the shapes of earlier predicts."""
 
     @property
     def has_unshared_weights(self) -> bool:
-        """Whether the engine has built a new model, whose weights are private until `reshare_weights` is called."""
+        """Whether the engine has built the model again, with weights that are private until `reshare_weights`."""
         return False
 
     def reshare_weights(self) -> None:
-        """Share the weights when `has_unshared_weights` is true. No other thread may do anything meanwhile."""
+        """Share the weights of a model that was built again; call it when `has_unshared_weights` is true.
+
+        All other threads of the process must be idle during the call.
+        """
         raise NotImplementedError
 
     @property
     def max_shape(self) -> Optional[SelfTestCase]:
-        """The largest shape of each input that the configuration allows, None if it sets none."""
+        """The configured maximum shape of each input; None if the configuration sets no maximum."""
         return None
 
     @abc.abstractmethod
     def versions(self) -> Dict[str, str]:
-        """Return the versions of the libraries that compute, by name."""
+        """Return the versions of the libraries that run the model, by name of the library."""
 
     @abc.abstractmethod
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the model. A second call builds it anew, if `can_rebuild`.
+        """Build the model. If `can_rebuild` is true, further calls build the model again.
 
         Args:
-            model: path of the model.
-            pids: in a holder, the `current_pid` of each process that will attach.
-            handle: in a worker, the handle that the holder has exported; "" if it has none.
+            model: path of the model file.
+            pids: in a holder, the `current_pid` of each process that will attach to the weights.
+            handle: in a worker, the handle that the holder has exported; "" if the holder has exported no weights.
 
         Raises:
             BuildError: the engine rejects the model or the handle.
@@ -114,22 +122,25 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, weights: Arrays) -> None:
-        """Replace weights of the built model, by their names in the model.
+        """Replace some weights of the built model. `weights` has an array for the name of each of these weights.
 
         Raises:
-            BuildError: the engine or the model does not allow it, or does not accept these weights.
+            BuildError: the engine or the model does not support this, or the library rejects these weights.
         """
 
     @abc.abstractmethod
     def memory(self) -> Optional[DeviceMemory]:
-        """Return the total and free memory of the card; None on the CPU, or if they are not known."""
+        """Return the total and free memory of the card; None on the CPU, or if it cannot be read."""
 
     @abc.abstractmethod
     def release_cached_memory(self) -> None:
-        """Release the memory that the library keeps for the next predict of the built model, where it can."""
+        """Free the memory that the library keeps for the next predict, if the library supports this."""
 
     def discard_model(self) -> None:  # noqa: B027 - most engines have nothing to do
-        """Free the built model, in engines whose memory is not freed otherwise. No predict may follow."""
+        """Free the memory of the built model, if the engine supports this. Call `build` before the next predict.
+
+        A holder, which runs no requests, calls this method after it has exported the weights.
+        """
 
     @property
     @abc.abstractmethod
@@ -138,17 +149,17 @@ class Engine(abc.ABC):
 
     @property
     def gears(self) -> Gears:
-        """The only sizes of free dimensions that the built model accepts; empty: any, or they are not known."""
+        """The only sizes of free dimensions that the built model accepts; empty if it accepts any, or if unknown."""
         return ()
 
     @property
     def concurrency(self) -> int:
-        """How many predicts of the model may run at once, each in a separate thread. Known before the build."""
+        """Maximum number of predicts that may run at once, each in a separate thread. Known before the build."""
         return 1
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the built model may draw random numbers: processes forked from it would all draw the same."""
+        """Whether predicts may draw random numbers. Processes forked from this one would draw the same numbers."""
         return False
 
     @abc.abstractmethod
@@ -156,22 +167,26 @@ class Engine(abc.ABC):
         """Run the model.
 
         Args:
-            inputs: exactly the inputs of the signature, with its datatypes, ranks and fixed dimensions.
+            inputs: exactly the inputs of the signature, with the signature's datatypes, ranks and fixed dimensions.
 
         Returns:
-            The outputs, owned by the caller.
+            The outputs. A later predict does not change these arrays.
 
         Raises:
-            InvalidArgument: the engine rejects these inputs; the model is intact.
-            ModelCorrupted: the predict failed; the next call must be `build`.
-            MaybeCorrupted: another predict failed that ran at the same time.
+            InvalidArgument: the engine rejects these inputs. The model is still intact.
+            ModelCorrupted: the predict failed. The next call must be `build`.
+            MaybeCorrupted: another predict failed while this predict ran. The next call must be `build`.
         """
 
 
 class SharedWeights(NamedTuple):
-    """Result of sharing: the `handle` to attach to, the bytes that are shared, and a note why not all of them are.
+    """Result of `WeightSharing.export` or `WeightSharing.attach`.
 
-    `has_sharing_failed`: the weights could have been shared, but something prevented it.
+    Attributes:
+        handle: the handle to which workers attach; "" if no weights are shared.
+        shared_bytes: the size of the shared weights in bytes.
+        note: why weights are not or not fully shared, for the operator; "" without a reason.
+        has_sharing_failed: whether an error has prevented the sharing, although the model has weights to share.
     """
 
     handle: str
@@ -181,23 +196,25 @@ class SharedWeights(NamedTuple):
 
 
 class WeightSharing(abc.ABC):
-    """Shares the weights of one engine's built model.
+    """Interface of an object that shares the weights of an engine's built model between processes.
 
-    After an error from `export` or `attach` the engine is usable only after a new build.
+    If `export` or `attach` fails, the caller must build the model again before it uses the engine.
     """
 
     traits: SharingTraits
 
     @abc.abstractmethod
     def current_pid(self) -> str:
-        """Return the engine's number for this process. May be called before the build."""
+        """Return the number by which the engine identifies this process. May be called before the build."""
 
     @abc.abstractmethod
     def export(self, store: str) -> SharedWeights:
-        """Share the weights of the built model with the processes that the build has named.
+        """Share the weights of the built model with other processes.
+
+        For some engines, only the processes in the argument `pids` of `Engine.build` can attach.
 
         Args:
-            store: path of a file in a private directory, which the engine may create.
+            store: path in a private directory, at which the method may create a page store.
         """
 
     @abc.abstractmethod
@@ -205,20 +222,20 @@ class WeightSharing(abc.ABC):
         """Let further processes attach to the exported weights.
 
         Raises:
-            AttachRefused: the library cannot do that.
+            AttachRefused: the library cannot allow further processes.
         """
 
     @abc.abstractmethod
     def attach(self, handle: str) -> SharedWeights:
-        """Use the weights behind the handle that the model was built with, as far as possible."""
+        """Use the holder's weights instead of private ones, as far as possible. `build` got the same handle."""
 
     @abc.abstractmethod
     def trim_store(self, handle: str) -> None:
-        """Free resources that only attaching processes needed. A failure is only logged."""
+        """Free the resources of the handle that only attaching processes need. A failure is only logged."""
 
 
 class NotShared(WeightSharing):
-    """Weight sharing that shares nothing: each process has a private copy of the weights."""
+    """Implementation of `WeightSharing` without sharing: each process has a private copy of the weights."""
 
     traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
@@ -231,7 +248,7 @@ class NotShared(WeightSharing):
         return SHARING_IS_OFF
 
     def allow(self, pids: Sequence[str]) -> None:
-        """Do nothing: nothing was exported."""
+        """Do nothing: no weights were exported."""
 
     def attach(self, handle: str) -> SharedWeights:
         """Attach to nothing."""
@@ -249,19 +266,19 @@ class EngineMissing(WeightdError):
 
 
 class BuildError(WeightdError):
-    """The engine cannot build the model. The text is the cause."""
+    """The engine cannot build the model. The text gives the reason."""
 
 
 class OutOfDeviceMemory(BuildError):
-    """The card has no memory, or no place for another process, which may soon change."""
+    """The card has no free memory, or cannot serve another process now. A later try may succeed."""
 
 
 class AttachRefused(WeightdError):
-    """No further process can be allowed to attach. The text is the cause."""
+    """The holder cannot allow a further process to attach. The text gives the reason."""
 
 
 class NotRun(InvalidArgument):
-    """The engine has rejected a request before the model has seen it, so the model is intact."""
+    """The engine has rejected a request before the model has run on it, so the model is intact."""
 
 
 class ModelCorrupted(Internal):
@@ -269,4 +286,4 @@ class ModelCorrupted(Internal):
 
 
 class MaybeCorrupted(ModelCorrupted):
-    """Another predict corrupted the model while this one ran, so that this one's answer may be wrong."""
+    """Another predict corrupted the model while this predict ran, so that the answer of this predict may be wrong."""

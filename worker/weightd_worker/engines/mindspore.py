@@ -1,20 +1,22 @@
 """Rank engine of MindSpore, on the CPU or on an Ascend card.
 
-Behaviour of version 2.7.1 on the CPU, as observed, and what this module does about it:
+Observed behaviour of MindSpore 2.7.1 on the CPU, and how this module handles it:
 
-- A group has an additional process, the scheduler, through which its ranks find each other: `serve_broker`. The
-  library's settings are environment variables, which have to be set before the import.
-- `init` returns when all ranks have joined. Besides predicts it is the only call that waits for other processes.
-- If a model is compiled for each shape, each shape takes a third of a second, and memory that is never freed. So the
-  shape that the file gives is set, with its free dimensions: the model is compiled once, and its answers are the same,
-  bit for bit.
-- The library checks inputs against that shape before it sends anything, but not whether free dimensions fit each other,
-  for example of two inputs that are added: this fails in the middle of a predict, and all ranks are lost. So if there
-  are several free dimensions, each new combination is compiled once, which sends nothing, and rejected if that fails.
-- Collective operators fail with empty tensors, and all ranks are lost. So empty inputs are rejected, too.
-- After a failed predict every later one fails, too, and the data that it has sent corrupts an answer of the others.
-- Two threads that run predicts hang forever. So one thread makes all calls.
-- The signature is read from the file, because the library keeps no names.
+- The ranks of a group find each other through an additional process, MindSpore's scheduler, which is weightd's broker
+  (`serve_broker`). The library reads its settings from environment variables, which must be set before the import.
+- `init` returns when all ranks have joined the group. Only `init` and predicts wait for other processes.
+- By default the library compiles the model for each new shape, which takes a third of a second and memory that is never
+  freed. So this module sets the shape in the file, with its free dimensions, before the first predict. The library then
+  compiles the model only once, and the answers are the same, bit for bit.
+- Before the library sends data to other ranks, it checks inputs against this shape. But it does not check whether free
+  dimensions fit each other, for example in two inputs that are added. Such inputs fail in the middle of a
+  predict, and all ranks are lost. So if the model has several free dimensions, this module first compiles the model for
+  each new combination of shapes, which sends no data, and rejects the inputs if the compilation fails.
+- Collective operators fail with empty tensors, and all ranks are lost. So this module rejects empty inputs.
+- After a failed predict, all later predicts fail, and the data that was already sent corrupts an answer of the other
+  ranks. So a rank exits after a failed predict.
+- If two threads run predicts, both hang forever. So one thread makes all calls.
+- The library keeps no names of inputs and outputs. So this module reads the signature from the file.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildError, EngineMissing, ModelCorrupted, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
-# Maximum number of combinations of shapes that are remembered as compatible. When there are more, all are compiled
-# again.
+# Maximum number of stored combinations of input shapes that are known to be compatible. When it is exceeded, all are
+# dropped, and compiled again when they occur.
 _MAX_SHAPES = 4096
 
 
 class MindSporeRank(RankEngine):
-    """Runs a MindIR file that MindSpore has exported. A process can have only one."""
+    """Rank engine for a MindIR file that MindSpore has exported. A process can have only one such engine."""
 
     name = "mindspore"
     needs_broker = True
@@ -61,16 +63,16 @@ class MindSporeRank(RankEngine):
 
     @classmethod
     def load_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Import the modules of a scheduler, which are the same as a rank's."""
+        """Import the library for MindSpore's scheduler, which needs the same modules as a rank."""
         _import_mindspore("MS_SCHED", rendezvous)
 
     @classmethod
     def serve_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Run the library's scheduler, which runs within `init`."""
+        """Run MindSpore's scheduler. The library runs it within the call of `init`."""
         library = _import_mindspore("MS_SCHED", rendezvous)
         with _as_build_error("the scheduler"):
             library.set_context(mode=library.GRAPH_MODE, device_target="CPU")
-            # The scheduler ends by a SystemExit.
+            # The library ends the scheduler by raising SystemExit.
             with contextlib.suppress(SystemExit):
                 library.communication.init()
 
@@ -79,12 +81,12 @@ class MindSporeRank(RankEngine):
         return {"mindspore": str(self._library.__version__)}
 
     def join_group(self) -> None:
-        """Join the group, and return when all ranks have joined."""
+        """Join the rank group, and return when all ranks have joined."""
         with _as_build_error("the group"):
             self._library.communication.init()
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
-        """Load the slice, and compile it for the shapes that its file gives."""
+        """Load the slice, and set the input shapes in its file, with their free dimensions."""
         for name in options:
             raise BuildError(f"options.{name}: unknown; engine mindspore has no options")
         self._path = path
@@ -100,7 +102,7 @@ class MindSporeRank(RankEngine):
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the slice. Its outputs are fresh arrays."""
+        """Run the slice together with the other ranks. The outputs are new arrays."""
         for each in self._signature.inputs:
             if inputs[each.name].size == 0:
                 raise RankRejected(f"input {each.name}: has no elements, which a group of ranks does not support")
@@ -114,18 +116,23 @@ class MindSporeRank(RankEngine):
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
 
     def leave_group(self) -> None:
-        """Run the interpreter's exit functions, by which the library leaves the group.
+        """Run the interpreter's exit functions: the library has registered one that leaves the group.
 
-        The scheduler ends with the last rank that leaves. A rank that has not left counts as lost after `exec_timeout`.
+        The scheduler exits when the last rank has left. It treats a rank that exits without leaving as lost after
+        `exec_timeout_s`.
         """
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Return None: the library reports the memory that it has allocated on a card, not the card's memory."""
+        """Return None: the library reports only the memory that it has allocated itself, not the card's memory."""
         return None
 
     def _check_compatible(self, tensors: Sequence[Any]) -> None:
-        """Compile the model for these shapes once, and drop the result; reject the shapes if that fails."""
+        """Compile the model once for the shapes of these tensors, and drop the compiled model.
+
+        Raises:
+            RankRejected: the compilation fails, because the shapes do not fit each other.
+        """
         shapes = tuple(tuple(each.shape) for each in tensors)
         if shapes in self._compatible_shapes:
             return
@@ -144,10 +151,10 @@ class MindSporeRank(RankEngine):
 
 
 def read_signature(path: str) -> ModelSignature:
-    """Return the signature in a MindIR file.
+    """Return the model's signature, as stored in a MindIR file.
 
     Raises:
-        BuildError: MindSpore has not exported the file, or requests for the model could not be served.
+        BuildError: the file was not exported by MindSpore, or weightd's protocol cannot carry the inputs or outputs.
     """
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - the path is a string, and part of error messages
@@ -179,7 +186,10 @@ _LIBRARY_DTYPE = {
 
 
 def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
-    """Import the library with the environment of this process's role; it may read the environment at any time."""
+    """Set the environment variables for a role ("MS_WORKER" or "MS_SCHED"), and import the library.
+
+    The variables stay set, because the library may read them at any time.
+    """
     os.environ.update(
         MS_ROLE=role,
         MS_WORKER_NUM=str(rendezvous.rank_count),
@@ -190,7 +200,7 @@ def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
     )
     if role == "MS_WORKER":
         os.environ["MS_NODE_ID"] = str(rendezvous.rank)
-    # Messages below errors do not help an operator; there are a dozen of them at each start.
+    # Log only errors. At each start, the library would log a dozen less severe messages, which do not help an operator.
     os.environ.setdefault("GLOG_v", "3")
     try:
         import mindspore  # noqa: PLC0415 - only an interpreter that runs this engine has it
@@ -201,7 +211,7 @@ def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
 
 @contextlib.contextmanager
 def _as_build_error(subject: str) -> Generator[None, None, None]:
-    """Turn an exception of the library within the block into a BuildError."""
+    """Convert any exception in the block to a BuildError whose text names `subject`."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
@@ -209,7 +219,7 @@ def _as_build_error(subject: str) -> Generator[None, None, None]:
 
 
 def _first_lines(error: Exception) -> str:
-    """Return the library's message without its stack trace."""
+    """Return the text of a library's exception without the C++ stack trace in it."""
     return str(error).partition("\n\n---")[0].strip()
 
 

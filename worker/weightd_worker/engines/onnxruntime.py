@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, and facts about a model that only its ONNX file shows, not the library."""
+"""Engine for ONNX Runtime on the CPU, and functions that read from an ONNX file what the library does not report."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ _DATATYPE: Dict[str, str] = {
     "tensor(double)": "FP64",
 }
 
-# arena_extend_strategy: extend by the requested size. By powers of two, the arena never frees its first region.
+# Value of the arena's setting arena_extend_strategy: the arena grows by the requested size. With the other strategy,
+# growth by powers of two, the arena would never free its first region.
 _EXTEND_AS_REQUESTED = 1
 
 
 class OnnxRuntime(CpuEngine):
-    """Runs an ONNX model. The library checks inputs itself, and a rejected input leaves the session intact."""
+    """Engine that runs an ONNX model. The library itself checks inputs, and its session stays intact after an error."""
 
     name = "onnxruntime"
-    may_corrupt = False  # a session keeps nothing from one run to the next
+    may_corrupt = False  # a session keeps no data from one predict to the next
 
     def __init__(self, settings: BuildSettings) -> None:
         super().__init__(settings)
         for name in settings.options:
             raise BuildError(f"options.{name}: unknown; engine onnxruntime has no options")
-        # Otherwise the import starts a telemetry thread, which would prevent a fork.
+        # Without this, the import would start a telemetry thread, and a process with several threads cannot be forked.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
@@ -68,14 +69,16 @@ class OnnxRuntime(CpuEngine):
         return {"onnxruntime": str(self._library.__version__)}
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build a session whose weights are in separate large allocations, so that they can be shared."""
+        """Build a session. The weights are in separate large memory blocks, so that their pages can be shared."""
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
         options.inter_op_num_threads = 1
-        # The arena is for predicts, whose pages differ between processes, so the weights are allocated outside of it.
+        # Allocate the weights outside of the arena. The arena is used by predicts, so its pages differ between
+        # processes.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # One block for all memory of a predict is no faster and larger, and its plan is kept for each set of shapes.
+        # With memory patterns, the library would allocate one block for all memory of a predict. That is not faster,
+        # takes more memory, and the library would keep a plan for each set of shapes.
         options.enable_mem_pattern = False
         self._start_build(handle)
         try:
@@ -94,33 +97,37 @@ class OnnxRuntime(CpuEngine):
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
     def release_cached_memory(self) -> None:
-        """Shrink the arena. Only a run does that, so start a run that ends before its first operator."""
+        """Shrink the arena. The library does this only at the end of a run, so start a run that ends at once."""
         run = self._library.RunOptions()
         run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         run.terminate = True
         inputs = {each.name: np.zeros(_min_shape(each), NUMPY_DTYPE[each.datatype]) for each in self._signature.inputs}
-        # The run fails because it was terminated. No request depends on it, so ignore any error.
+        # The run always fails, because `terminate` is set. It belongs to no request, so ignore any error.
         with contextlib.suppress(Exception):
             self._session.run(self._output_names, inputs, run)
 
     @property
     def signature(self) -> ModelSignature:
-        """The session's signature. Symbolic dimensions are free. The file distinguishes scalars from unknown ranks."""
+        """The signature of the session. Dimensions with a symbolic name are free.
+
+        The library reports the same shape for scalars and for unknown ranks, so these are distinguished by the file.
+        """
         return self._signature
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the file has random operators. A session has a random generator, which a fork copies."""
+        """Whether the model has random operators. A fork would copy the state of the session's random generator."""
         return is_stochastic(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the session. Its outputs are fresh arrays."""
+        """Run the model. The outputs are new arrays."""
         try:
             outputs = self._session.run(self._output_names, inputs)
         except self._errors.InvalidArgument as error:
             raise InvalidArgument(f"onnxruntime: {error}") from None
         except (self._errors.Fail, self._errors.RuntimeException) as error:
-            # A node failed on these values or shapes. The session keeps no state between runs.
+            # An operator failed on these values or shapes. The session is intact, because it keeps no data between
+            # runs.
             raise InvalidArgument(f"onnxruntime cannot run the model on these inputs: {error}") from None
         except Exception as error:
             raise ModelCorrupted(f"onnxruntime: {error}") from error
@@ -129,7 +136,7 @@ class OnnxRuntime(CpuEngine):
 
 @functools.lru_cache(maxsize=None)
 def _make_arena() -> None:
-    """Make the arena that all sessions of this process use. It can shrink to nothing, unlike a session's arena."""
+    """Make the arena that all sessions of this process use. Unlike a session's own arena, it can shrink to size 0."""
     import onnxruntime as library  # noqa: PLC0415 - only an interpreter that runs this engine has it
 
     cpu = library.OrtMemoryInfo("Cpu", library.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, library.OrtMemType.DEFAULT)
@@ -147,12 +154,12 @@ def _tensor_signature(node: Any, scalar_names: AbstractSet[str]) -> TensorSignat
 
 
 def _min_shape(signature: TensorSignature) -> Tuple[int, ...]:
-    """Return a shape that the session accepts. If the number of dimensions is unknown, the session accepts any."""
+    """Return the smallest shape that the session accepts for an input; () if the input may have any rank."""
     return tuple(abs(dim) for dim in signature.shape or ())
 
 
 def _dims(shape: List[Any]) -> Tuple[int, ...]:
-    """Return the dimensions of a shape, in which ONNX Runtime gives a free one by a name or None, as -1."""
+    """Return the dimensions of a shape, with -1 for each free dimension, for which ONNX Runtime has a name or None."""
     return tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape)
 
 
@@ -163,10 +170,11 @@ _NODE_INPUT, _OP_TYPE, _ATTRIBUTE = 1, 4, 5  # in a node
 _SUBGRAPH, _SUBGRAPHS = 6, 11  # in an attribute
 _INPUT, _OUTPUT = 11, 12  # in a graph
 _NAME, _TYPE = 1, 2  # in an input or output
-_TENSOR = 1  # in its type
+_TENSOR = 1  # in the type of an input or output
 _SHAPE = 2  # in a tensor type
 
-# Random operators whose names do not begin with Random. A dropout is random if its third input enables training.
+# Random operators whose names do not begin with "Random". Dropout operators are random as well if they have a third
+# input, which enables training.
 _RANDOM_OPS = ("Multinomial", "Bernoulli", "Sampling", "SampleOp")
 _TRAINING_INPUT_COUNT = 3
 
@@ -174,8 +182,8 @@ _TRAINING_INPUT_COUNT = 3
 def scalar_names(path: Path) -> FrozenSet[str]:
     """Return the names of the inputs and outputs that are scalars according to the file.
 
-    The library gives the shape [] both for scalars and for tensors whose rank the file leaves open. For a file that is
-    not an ONNX model the result is empty.
+    The library reports the shape [] both for scalars and for tensors that may have any rank. The result is empty if the
+    file is not an ONNX model.
     """
     try:
         with path.open("rb") as file:
@@ -186,7 +194,10 @@ def scalar_names(path: Path) -> FrozenSet[str]:
 
 
 def is_stochastic(path: Path) -> bool:
-    """Return whether any node of the model draws random numbers, even in a rare branch; True if that is not clear."""
+    """Return whether any node of the model draws random numbers, even in a branch that rarely runs.
+
+    The result is True if the file cannot be parsed.
+    """
     try:
         with path.open("rb") as file:
             model = 0, os.fstat(file.fileno()).st_size
@@ -203,8 +214,8 @@ def is_stochastic(path: Path) -> bool:
 
 
 def _is_node_stochastic(file: BinaryIO, node: Span) -> bool:
-    """Return whether this node draws random numbers, or a node of the subgraphs that it runs."""
-    # If a field occurs several times, a full parser uses the last one; any of them counts here.
+    """Return whether a node, or any node in its subgraphs, draws random numbers."""
+    # If the field op_type occurs several times, a full parser uses the last value. Here any value counts.
     for kind in [_read_text(file, each) for each in _submessages(file, node, _OP_TYPE)]:
         if kind.startswith("Random") or kind in _RANDOM_OPS:
             return True
@@ -230,7 +241,7 @@ def _iter_scalar_names(file: BinaryIO, model: Span) -> Iterator[str]:
                 for kind in _submessages(file, each, _TENSOR)
                 for shape in _submessages(file, kind, _SHAPE)
             ]
-            # The message of a shape has one field for each dimension, so the message of a scalar's shape is empty.
+            # A shape message has one field for each dimension, so the shape message of a scalar is empty.
             if shapes and all(start == end for start, end in shapes):
                 for name in _submessages(file, tensor, _NAME):
                     yield _read_text(file, name)

@@ -1,25 +1,27 @@
-"""Finds the memory whose pages may be replaced: large blocks of glibc's malloc, and pools that the build has added.
+"""Finds the memory whose pages may be replaced: large blocks of glibc's malloc, and pools that a build has allocated.
 
-/proc/self/maps lists the mappings of this process: where each begins and ends, its permissions, and its file, if it has
-one. /proc/self/pagemap has 64 bits for each page of the address space.
+**Sources.** /proc/self/maps lists the memory mappings of this process: begin and end, permissions, and the mapped file,
+if any. /proc/self/pagemap has a 64-bit entry for each page of the address space.
 
-glibc's malloc puts a large block in a separate mapping. Such a mapping begins with two 64-bit words: the number of
-bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags. The flag for
-a separate mapping is 2, and the other two are 0 for such a block. This module looks for these words at the beginning of
-each page of private memory. (A block with a special alignment has a second header further in; the first one stays. If
-the block is resized, the first one is out of date, and the check below fails.)
+**Search.** glibc's malloc puts each large block in a separate mapping. Such a mapping begins with a header of two
+64-bit words: the number of bytes before the block in its mapping (0), and the size of the mapping. The lowest three
+bits of the size are flags: 2 for a separate mapping, and 0 for the other two flags. This module looks for such headers
+at the beginning of each page of private memory. (A block with a special alignment has a second header further inside,
+in addition to the first one. If such a block is resized, the first header is out of date, and the check below fails.)
 
-Data could look like such a header. So the mappings that were found, including small ones, must have the count and the
-total size that malloc itself reports: with one too many or too few, no memory is used. A test block shows that malloc
-is glibc's, writes headers like this, and counts its mappings.
+**Check.** Other data could look like a header. So the number and the total size of all mappings that were found,
+including small ones, must equal malloc's own counters. If they differ, no memory is used. A test block shows whether
+the process uses glibc's malloc, and whether it writes such headers and counts its mappings.
 
-The search must not find memory of this package. So nothing in this file holds an object of ``LARGE_BLOCK_BYTES`` bytes,
-and memory that the package allocates later cannot be where memory was in use at the time of the search.
+**Memory of this package.** The search must not find memory that this package itself uses. So no object in this module
+has ``LARGE_BLOCK_BYTES`` bytes or more, and memory that the package allocates after the search cannot overlap memory
+that was in use during the search.
 
-Blocks below ``LARGE_BLOCK_BYTES`` are used only if they are known to be from the build: malloc gives them separate
-mappings only between ``start_build`` and the replacement, and mappings that existed before are left out. The
-interpreter may have put tables of its containers into such blocks. It writes nothing to them between the comparison of
-a page and its replacement, and the first page, which has the reference count, is left out.
+**Smaller blocks.** Blocks below ``LARGE_BLOCK_BYTES`` are used only if they are from the build: malloc puts them in
+separate mappings only between ``start_build`` and the replacement, and mappings that existed before the build are
+excluded. Some of these blocks may be tables of the interpreter's containers. The interpreter does not write to them
+between the comparison of a page and its replacement. The first page of a block, which may have a reference count, is
+not used.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_REGIONS = 100000
-"""A process with more regions is not supported: the list of them must stay below 1 MiB, see above. (The kernel's usual
-limit is 65,530.)"""
+"""Maximum number of memory mappings of a process that can share pages. With more, the list of them would be a block of
+1 MiB, which the search would find. The kernel's default limit is 65,530."""
 
 _MAPS = Path("/proc/self/maps")
 _ENTRY_BYTES = 8
@@ -48,16 +50,16 @@ _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
 
 
 class AddressRange(NamedTuple):
-    """A range of addresses that is private to this process, readable and writable."""
+    """A memory mapping that is private to this process, readable and writable."""
 
     start: int
     end: int
     is_anonymous: bool
-    """Whether it is plain memory: not of a file, the heap or a stack."""
+    """Whether the mapping is anonymous memory, and not of a file, the heap or a stack."""
 
 
 def parse_region(line: bytes) -> Optional[AddressRange]:
-    """Parse one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
+    """Parse one line of /proc/self/maps. Return None for a mapping that is not private, readable and writable.
 
     The line is ``start-end permissions offset device inode [path]``.
     """
@@ -66,12 +68,12 @@ def parse_region(line: bytes) -> Optional[AddressRange]:
         return None
     start, end = (int(address, 16) for address in fields[0].split(b"-"))
     path = fields[5].strip() if len(fields) > 5 else b""
-    # A kernel may let a program give names to its memory: "[anon:...]".
+    # Some kernels let a program name its anonymous memory. The path is then "[anon:NAME]".
     return AddressRange(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
 
 
 def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
-    """Parse lines of /proc/self/maps; return the mappings for which ``parse_region`` does not return None."""
+    """Parse the lines of /proc/self/maps, and return the private, readable and writable mappings."""
     found: List[AddressRange] = []
     for line in lines:
         region = parse_region(line)
@@ -83,24 +85,24 @@ def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
 
 
 def read_own_regions() -> List[AddressRange]:
-    """Return the regions of this process."""
+    """Return the private, readable and writable mappings of this process."""
     with _MAPS.open("rb") as lines:
         return parse_regions(lines)
 
 
 def count_mappings() -> int:
-    """Count all mappings of this process, as the kernel does for its limit."""
+    """Return the number of all mappings of this process, which the kernel limits."""
     with _MAPS.open("rb") as lines:
         return sum(1 for _ in lines)
 
 
 def mapping_limit() -> int:
-    """Return how many mappings a process may have."""
+    """Return the kernel's limit of mappings per process (the sysctl vm.max_map_count)."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRange]]:
-    """Group regions that follow each other without a gap. A malloc block lies within one group."""
+    """Yield groups of mappings that follow each other without a gap. Each malloc block is within one group."""
     span: List[AddressRange] = []
     for region in found:
         if span and span[-1].end != region.start:
@@ -112,7 +114,7 @@ def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRang
 
 
 class Pagemap:
-    """Shows which pages exist. A page that was never written takes no memory, and need not be read."""
+    """Shows which pages exist. A page that was never written does not exist, takes no memory and need not be read."""
 
     def __init__(self) -> None:
         """Open /proc/self/pagemap."""
@@ -133,56 +135,61 @@ class Pagemap:
 
 
 POOL_BYTES = 256 << 20
-"""The size of a pool. MindSpore Lite's runner allocates pools from the kernel, by libnuma, and packs weights into them.
-A region of exactly this size (or a multiple) that the build has added is the library's: malloc makes none of this size,
-and no stack is as large. A pool beside other memory cannot be recognized and is not used."""
+"""Size of a memory pool of MindSpore Lite's runner in bytes. The runner allocates pools from the kernel by libnuma, and
+puts rearranged weights into them. A mapping of exactly this size, or a multiple, that exists only since the build is a
+pool: malloc makes no mappings of this size, and no stack is as large. If a pool is adjacent to other memory, /proc
+shows one larger mapping, and the pool is not used."""
 
 LARGE_BLOCK_BYTES = 1 << 20
-"""Blocks of at least this size in bytes are always used, because the interpreter has none."""
+"""Minimum size in bytes of blocks that are always used. The interpreter allocates no blocks of this size."""
 
 MIN_BLOCK_BYTES = 128 << 10
-"""Blocks below this size in bytes are not used: their first pages and mappings would cost what they save."""
+"""Minimum size in bytes of blocks from the build that are used. The first page of a block is not shared. In a smaller
+block, this page and the additional mapping would take as much memory as sharing saves."""
 
 _IS_MMAPPED = 2
 _HEADER = struct.Struct("<QQ")
-# malloc adapts the threshold for separate mappings, up to 32 MiB. A block of this size is above any threshold.
+# Size of the test block in bytes. malloc adapts its threshold for separate mappings up to 32 MiB, so this block is
+# always above the threshold.
 _PROBE_BYTES = (32 << 20) + 1
-_SCAN_WINDOW_BYTES = 8192 * PAGE  # scanned at once: numpy then needs 64 KiB, which malloc takes from its heap
+_SCAN_WINDOW_BYTES = 8192 * PAGE  # bytes scanned at once: their 64 KiB of pagemap entries fit into malloc's heap
 
 Extent = Tuple[int, int]
-"""Start and end of a range of memory, at page boundaries."""
+"""Start and end address of a range of memory, at page boundaries."""
 
 MappingStarts = FrozenSet[int]
-"""Start addresses of malloc's mappings, and of pools, before a model was built."""
+"""Start addresses of the mappings of malloc blocks and pools that existed before a build."""
 
 
 class Chunk(NamedTuple):
-    """A mapping that malloc has made for one block."""
+    """A mapping that malloc has made for one large block: its start address and its size in bytes."""
 
     start: int
     size: int
 
 
 class MemoryReader(NamedTuple):
-    """The functions that read memory. Tests replace them by functions on memory that does not exist."""
+    """The functions by which the search reads memory. Tests replace them by functions that read simulated memory."""
 
     populated: Callable[[int, int], NDArray[np.bool_]]
-    """(start, end) -> for each page, whether it exists."""
+    """Function of start and end address that returns for each page whether it exists."""
     read_header: Callable[[int, int], Optional[bytes]]
-    """(address, length) -> the bytes, or None if they are not mapped."""
+    """Function of address and length that returns the bytes, or None if the address is not mapped."""
 
 
 def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> List[Extent]:
-    """Return the anonymous memory in the large malloc blocks of this process, without their first pages.
+    """Return the ranges of this process's memory whose pages may be replaced.
 
-    If `starts_before`, the mappings from before the build, is given, the result also has later blocks of at least
-    ``MIN_BLOCK_BYTES``, and later pools.
+    These are the large malloc blocks without their first pages. The first page of a block has malloc's header. If the
+    block is a Python object, it also has the object's reference count, which the interpreter may change at any time.
 
-    The first page of a block has malloc's header and, if the block is a Python object, the object's header, whose
-    reference count may be written at any time.
+    Args:
+        libc: the C library.
+        starts_before: the mappings that existed before the build. If given, the result also contains blocks of at least
+            ``MIN_BLOCK_BYTES`` and pools that the build has allocated.
 
     Raises:
-        PageSharingUnavailable: it is not certain which memory that is.
+        PageSharingUnavailable: the blocks cannot be identified with certainty.
     """
     check_malloc(libc)
     pagemap = Pagemap()
@@ -209,7 +216,10 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
 
 
 def mapping_starts() -> MappingStarts:
-    """Return the start addresses of malloc's mappings and of pools, perhaps with data that looks like a mapping."""
+    """Return the start addresses of the mappings of malloc blocks and pools.
+
+    The result is not checked by malloc's counters, so it may include addresses of data that looks like a header.
+    """
     pagemap = Pagemap()
     memory_reader = ProcessMemoryReader()
     try:
@@ -222,7 +232,7 @@ def mapping_starts() -> MappingStarts:
 
 
 def check_malloc(libc: Libc) -> None:
-    """Check on a test block all assumptions about malloc; raise PageSharingUnavailable if one is wrong."""
+    """Check all assumptions about malloc with a test block. Raise PageSharingUnavailable if one of them is wrong."""
     before = libc.mapped_blocks()
     block = libc.malloc(_PROBE_BYTES)
     try:
@@ -248,7 +258,7 @@ def _find_all_chunks(
 
 
 def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
-    """Raise PageSharingUnavailable unless count and total size of the mappings equal malloc's counters."""
+    """Raise PageSharingUnavailable unless the number and total size of the mappings found equal malloc's counters."""
     if count != malloc_count.block_count or total % malloc_count.modulus != malloc_count.total_bytes:
         raise PageSharingUnavailable(
             f"found {count} malloc mappings of {total % malloc_count.modulus} bytes, "
@@ -257,7 +267,7 @@ def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
 
 
 def find_chunks(span: Sequence[AddressRange], reader: MemoryReader) -> Iterator[Chunk]:
-    """Find the malloc mappings in regions that follow each other without a gap, in order and without overlap."""
+    """Yield the mappings of malloc blocks in a group of adjacent mappings, in ascending order and without overlap."""
     position = span[0].start
     end = span[-1].end
     for region in span:
@@ -277,7 +287,7 @@ def find_chunks(span: Sequence[AddressRange], reader: MemoryReader) -> Iterator[
 
 
 def find_pools(spans: Iterable[Sequence[AddressRange]], found: Iterable[Chunk]) -> Iterator[Extent]:
-    """Find the regions that consist of one or more pools, and overlap no malloc mapping."""
+    """Yield the mappings that consist of one or more pools and overlap no mapping of a malloc block."""
     chunk_ranges = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
     for span in spans:
         for region in span:
@@ -288,18 +298,24 @@ def find_pools(spans: Iterable[Sequence[AddressRange]], found: Iterable[Chunk]) 
 
 
 def mapping_size(header: Optional[bytes]) -> int:
-    """Return the size in the header of a malloc mapping; 0 if the bytes are not such a header."""
+    """Return the size in the header of a malloc block's mapping, or 0 if the bytes are not such a header."""
     if header is None or len(header) != _HEADER.size:
         return 0
     before, size = _HEADER.unpack(header)
-    # One comparison checks that the flags are right and that the size is a multiple of a page.
+    # This comparison checks both that the flags are correct and that the size is a multiple of the page size.
     if before != 0 or size % PAGE != _IS_MMAPPED:
         return 0
     return int(size) - _IS_MMAPPED
 
 
 def anonymous_parts(span: Sequence[AddressRange], start: int, end: int) -> Iterator[Extent]:
-    """Yield the parts of a range within a span that are anonymous, not mapped from a file by now."""
+    """Yield the anonymous parts of a range of addresses. The other parts are already mapped from a file.
+
+    Args:
+        span: a group of adjacent mappings that contains the range.
+        start: the start address of the range.
+        end: the end address of the range.
+    """
     first = max(bisect.bisect_right(span, (start, end, True)) - 1, 0)
     for region in span[first:]:
         if region.start >= end:

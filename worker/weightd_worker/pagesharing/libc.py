@@ -1,6 +1,7 @@
-"""Calls to the C library that page sharing needs, with their signatures, and errno turned into OSError.
+"""Calls to the functions of the C library that page sharing needs. A failed call raises OSError.
 
-Nothing is loaded at import, so that the package can be imported on any platform and report why it cannot be used there.
+Importing this module does not load the C library, so that the package can be imported on any platform and can report
+why pages cannot be shared there.
 """
 
 from __future__ import annotations
@@ -18,31 +19,31 @@ import numpy as np
 
 
 class PageSharingUnavailable(Exception):
-    """Pages cannot be shared here and now. ``str(error)`` is the reason, as a text for an operator.
+    """Pages cannot be shared in this process. The text is the reason, for an operator.
 
-    When it is raised, the memory of the process has the same bytes as before, and the caller goes on with private
-    memory.
+    After this exception, the memory of the process has the same bytes as before, and the caller can continue with
+    private memory.
     """
 
 
 PAGE = mmap.PAGESIZE
-"""The size of a page of this machine: 4 KiB, or 16 or 64 KiB on some aarch64 kernels."""
+"""Size of a memory page in bytes: 4 KiB, or 16 or 64 KiB on some aarch64 kernels."""
 
 READ = mmap.PROT_READ
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
-_MACHINES = ("x86_64", "aarch64")  # 64 bits, little-endian, and with the same values of the constants below
+_MACHINES = ("x86_64", "aarch64")  # both are 64-bit and little-endian, and have the following constants in common
 _MAP_SHARED = 0x01
 _MAP_PRIVATE = 0x02
 _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
-_MAP_FIXED_NOREPLACE = 0x100000  # since Linux 4.17; older kernels may map another address
+_MAP_FIXED_NOREPLACE = 0x100000  # since Linux 4.17; older kernels ignore it and may map another address
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED = 4
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
-_STATFS_BYTES = 256  # struct statfs is 120 bytes on both machines; f_type is its first word
+_STATFS_BYTES = 256  # size of the buffer for struct statfs, which has 120 bytes and begins with f_type
 
 _MALLINFO_FIELDS = [
     "arena",
@@ -63,34 +64,34 @@ _int = ctypes.c_int
 
 
 class MappedBlocks(NamedTuple):
-    """The mappings that malloc has made for single blocks, according to its counters."""
+    """malloc's counters of the blocks that it has put in separate mappings."""
 
     block_count: int
     total_bytes: int
-    """The size of all blocks."""
+    """The total size of these mappings in bytes, modulo ``modulus``."""
     modulus: int
-    """``total_bytes`` is known modulo this value, because the older call counts in 32 bits."""
+    """2**64, or 2**32 in old versions of glibc, whose counters have only 32 bits."""
 
 
 class _MallInfo(ctypes.Structure):
-    """``struct mallinfo``: ten ints. The fields hblks and hblkhd are used."""
+    """``struct mallinfo``: ten ints, of which this module uses hblks and hblkhd."""
 
     _fields_ = [(name, ctypes.c_uint) for name in _MALLINFO_FIELDS]
 
 
 class _MallInfo2(ctypes.Structure):
-    """``struct mallinfo2`` (glibc 2.33): the same fields as size_t."""
+    """``struct mallinfo2`` (since glibc 2.33): the same fields as ``struct mallinfo``, but of type size_t."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS]
 
 
 class Libc:
-    """glibc, called by ctypes. Addresses are plain ints; lengths are in bytes."""
+    """Calls functions of glibc by ctypes. Addresses are plain ints, and lengths are in bytes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare the signatures of the functions of ``library`` that are used."""
+        """Declare the signatures of the functions of ``library`` that this class calls."""
         self.mmap_threshold_bytes: Optional[int] = None
-        """The size from which malloc puts blocks in separate mappings; None: malloc decides."""
+        """Size from which malloc puts blocks in separate mappings; None if `set_mmap_threshold` was not called."""
         self._mmap = library.mmap
         self._mmap.argtypes = (_address, _size, _int, _int, _int, ctypes.c_long)
         self._mmap.restype = _address
@@ -123,11 +124,11 @@ class Libc:
         self._mallinfo.restype = _MallInfo2 if self._has_64_bit_counts else _MallInfo
 
     def map_file(self, fd: int, length: int) -> int:
-        """Map the first bytes of a file read-only, and return the address."""
+        """Map the first ``length`` bytes of a file read-only, and return the address of the mapping."""
         return self._checked_mmap(None, length, READ, _MAP_SHARED, fd, 0)
 
     def map_zeros(self, length: int) -> int:
-        """Map zeros read-only, and return the address. The mapping takes no page of memory."""
+        """Map ``length`` zero bytes read-only, and return the address. The mapping takes no memory."""
         return self._checked_mmap(None, length, READ, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
 
     def map_over(self, address: int, length: int, fd: int, offset: int) -> None:
@@ -135,7 +136,7 @@ class Libc:
         self._checked_mmap(address, length, READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
     def map_new(self, address: int, length: int) -> None:
-        """Map new memory at ``address``; raise OSError if something is mapped there."""
+        """Map new memory at ``address``. Raise OSError if the address is already mapped."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
         got = self._checked_mmap(address, length, READ_WRITE, flags, -1, 0)
         if got != address:  # a kernel before 4.17
@@ -157,15 +158,18 @@ class Libc:
         self._checked(self._munmap(address, length))
 
     def drop_private_pages(self, address: int, length: int) -> None:
-        """Free private anonymous pages; they read as zeros from now on."""
+        """Free private anonymous pages. Reading them returns zeros from now on."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
     def drop_file_pages(self, address: int, length: int) -> None:
-        """Drop the pages of a file mapping from this process. Private changes are lost; a use reads the file again."""
+        """Drop the pages of a file mapping from this process, with their private changes.
+
+        The next access maps them from the file again.
+        """
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
     def resident_pages(self, address: int, length: int) -> int:
-        """Count the pages of a mapping that are in memory, for whichever process."""
+        """Return the number of pages of a mapping that are in memory, for any process."""
         flags = np.empty(-(-length // PAGE), dtype=np.uint8)
         self._checked(self._mincore(address, length, flags.ctypes.data))
         return int(np.count_nonzero(flags & 1))
@@ -179,13 +183,13 @@ class Libc:
         self._memcpy(target, source, length)
 
     def is_memory_file_system(self, path: str) -> bool:
-        """Return whether the file system of an existing path keeps its files in memory."""
+        """Return whether an existing path is on a file system that keeps its files in memory, such as tmpfs."""
         buffer = ctypes.create_string_buffer(_STATFS_BYTES)
         self._checked(self._statfs(os.fsencode(path), ctypes.addressof(buffer)))
         return ctypes.c_long.from_buffer(buffer).value in _MEMORY_FILE_SYSTEMS
 
     def malloc(self, length: int) -> int:
-        """Allocate by the malloc of the process, which need not be glibc's."""
+        """Allocate memory by the malloc of the process, which may be another one than glibc's."""
         address = self._malloc(length)
         if address is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -196,20 +200,20 @@ class Libc:
         self._free(address)
 
     def trim_heap(self) -> None:
-        """Make malloc return the freed memory that it keeps to the kernel."""
+        """Make malloc return free memory of its heap to the kernel."""
         self._trim(0)
 
     def set_mmap_threshold(self, length: int) -> None:
-        """Make malloc put each block of at least ``length`` bytes in a separate mapping, from now on."""
+        """Make malloc put each new block of at least ``length`` bytes in a separate mapping."""
         self._mallopt(_M_MMAP_THRESHOLD, length)
         self.mmap_threshold_bytes = length
 
     def set_trim_threshold(self, length: int) -> None:
-        """Make malloc keep up to ``length`` free bytes at the end of its heap, from now on."""
+        """Make malloc keep up to ``length`` free bytes at the end of its heap, instead of returning them at once."""
         self._mallopt(_M_TRIM_THRESHOLD, length)
 
     def mapped_blocks(self) -> MappedBlocks:
-        """Return glibc's counters of blocks with separate mappings."""
+        """Return malloc's counters of the blocks that it has put in separate mappings."""
         info = self._mallinfo()
         return MappedBlocks(int(info.hblks), int(info.hblkhd), 2**64 if self._has_64_bit_counts else 2**32)
 
@@ -231,7 +235,7 @@ def _error() -> OSError:
 
 
 def unsupported_reason() -> str:
-    """Return why page sharing cannot work on this platform, or an empty string."""
+    """Return why page sharing cannot work on this platform, or an empty string if it can."""
     if sys.platform != "linux":
         return f"page sharing needs Linux, this is {sys.platform}"
     if platform.machine() not in _MACHINES:

@@ -1,11 +1,11 @@
 """Replaces pages of this process by equal pages of a file.
 
-Guarantee: at every moment, and whatever fails, each page of this process has the same bytes. A page is replaced only
-right after it was compared, byte for byte, with its replacement. So with a wrong hash, a page that has changed since it
-was hashed, or an invalid store, a page is just not shared.
+Guarantee: each page of this process has the same bytes at all times, even if an operation fails. Immediately before a
+page is replaced, it is compared byte for byte with its replacement. So if a hash is wrong, if a page has changed since
+it was hashed, or if the store is invalid, the page is only not shared.
 
-Condition: between the comparison and the replacement, a few milliseconds for a block, no thread writes to the page. The
-interpreter does not (chunks.py explains why), and the engine does not, because it is idle.
+Condition: no thread writes to a page between the comparison and the replacement, which take a few milliseconds for a
+block. The interpreter does not write to these pages (`chunks` explains why), and the engine is idle.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ from . import chunks
 from .libc import PAGE, Libc
 
 BLOCK_BYTES = 16 << 20
-"""How many bytes are compared and replaced at once: few enough for a short critical time, many enough for speed."""
+"""Maximum number of bytes that are compared and replaced at once. More bytes would lengthen the time in which no thread
+may write to them; fewer would require more calls."""
 
-_MAPPINGS_PER_EXCHANGE = 2  # replacing the middle of a mapping splits it in three
+_MAPPINGS_PER_EXCHANGE = 2  # replacing the middle of a mapping splits it in three, which adds two mappings
 
 
 def affordable_exchanges() -> int:
-    """Return how many replacements may be made: half of the mappings that are still allowed are left for others."""
+    """Return the maximum number of replacements by the kernel's limit of mappings per process.
+
+    They may use half of the mappings that this process may still make. The other half is left for the rest of the
+    process.
+    """
     free = min(chunks.mapping_limit() - chunks.count_mappings(), chunks.MAX_REGIONS)
     return max(free // 2 // _MAPPINGS_PER_EXCHANGE, 0)
 
 
 class Remapper:
-    """Replaces pages by pages of a file that is also mapped read-only as a whole."""
+    """Replaces pages of this process by equal pages of a file. The caller has mapped the whole file read-only."""
 
     def __init__(self, c: Libc, fd: int, mapped_at: int) -> None:
-        """Take the file, and the address of its mapping."""
+        """Store the C library, the descriptor of the file, and the address at which the file is mapped."""
         self._libc = c
         self._fd = fd
         self._mapping_address = mapped_at
@@ -40,7 +45,10 @@ class Remapper:
         self._last_end = (0, 0)
 
     def share(self, address: int, offset: int, length: int) -> int:
-        """Replace the pages that equal the file's pages at ``offset``; return the number of replaced bytes."""
+        """Replace the pages from ``address`` on that equal the file's pages from ``offset`` on.
+
+        Return the number of replaced bytes.
+        """
         return sum(
             self._share_equal(address + done, offset + done, min(BLOCK_BYTES, length - done))
             for done in range(0, length, BLOCK_BYTES)
@@ -62,7 +70,7 @@ class Remapper:
         return self._exchanges_left > 0 or self._last_end == (address, offset)
 
     def _exchange(self, address: int, offset: int, length: int) -> None:
-        if self._last_end != (address, offset):  # otherwise the kernel merges this mapping with the one before
+        if self._last_end != (address, offset):  # the kernel merges adjacent mappings, so that they count as one
             self._exchanges_left -= 1
         self._last_end = (address + length, offset + length)
         try:
@@ -72,27 +80,33 @@ class Remapper:
             raise
 
     def _restore(self, address: int, source: int, length: int) -> None:
-        """Undo a failed replacement: the kernel may have unmapped the old pages before it failed to map the new."""
+        """Restore the pages after a failed replacement.
+
+        The kernel may have removed the old pages before it failed to map the new ones.
+        """
         try:
             if not self._libc.is_mapped(address, length):
                 self._libc.map_new(address, length)
                 self._libc.copy(address, source, length)
         except OSError as error:
-            # Memory of the engine is lost. To go on would mean a crash later, or wrong answers.
+            # Memory of the engine is lost. If the process continued, it would crash later or give wrong answers.
             sys.stderr.write(f"weightd: lost memory while sharing pages: {error}\n")
             os.abort()
 
 
 class ZeroDropper:
-    """Frees pages that are all zeros: they still read as zeros, and take no memory until they are written."""
+    """Frees pages of zeros. Reading a freed page still returns zeros, and it takes no memory until it is written."""
 
     def __init__(self, c: Libc) -> None:
-        """Map zeros for the comparison."""
+        """Map zeros with which pages are compared before they are freed."""
         self._libc = c
         self._zeros = c.map_zeros(BLOCK_BYTES)
 
     def drop(self, address: int, length: int) -> int:
-        """Free the blocks of anonymous memory that are all zeros; return the number of freed bytes."""
+        """Free each block of anonymous memory that contains only zeros. Return the number of freed bytes.
+
+        A block has `BLOCK_BYTES` bytes, or fewer at the end of the range.
+        """
         return sum(
             self._drop_block(address + done, min(BLOCK_BYTES, length - done)) for done in range(0, length, BLOCK_BYTES)
         )

@@ -1,6 +1,6 @@
-"""Runs of consecutive pages: finds them, their matches in the store, and the runs that are worth a mapping.
+"""Runs of consecutive pages: finds runs, equal runs in the page store, and the longest runs.
 
-The functions work on arrays only, without memory access, files or the kernel.
+The functions compute on arrays only. They access neither the memory of the pages nor files.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_TRIED_COPIES = 8
-"""How many of several equal pages in the store are tried, to find the one at which the longest run begins."""
+"""Maximum number of places in the store that are tried if a page occurs there several times. The place at which the
+longest run of equal pages begins is used."""
 
 _FIRST_COMPARED = 64
-"""How many pages are compared first to measure a run. The number is doubled each time, so short runs are cheap."""
+"""Number of pages that are compared first to find the length of a run. It is doubled with each further comparison, so
+that few pages are compared for a short run."""
 
 
 class Run(NamedTuple):
@@ -25,19 +27,31 @@ class Run(NamedTuple):
     address: int
     """The address of the first page."""
     first_page: int
-    """The page of the store with the same hash as the first page. The pages that follow match in the same way."""
+    """The number of the store's page that has the same hash as the first page. Further pages of the run have the same
+    hashes as the store's pages that follow."""
     page_count: int
-    """The number of pages."""
+    """The number of pages in the run."""
 
 
 def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:
-    """Return the indices of pages that do not follow the one before, including the first."""
+    """Return the indices at which runs of consecutive pages begin.
+
+    Args:
+        addresses: the addresses of pages in ascending order.
+        page: the size of a page in bytes.
+    """
     breaks = np.flatnonzero(np.diff(addresses) != page) + 1
     return np.concatenate((np.zeros(min(len(addresses), 1), dtype=breaks.dtype), breaks))
 
 
 def keep_long_runs(marked: NDArray[np.bool_], starts: NDArray[np.intp], min_length: int) -> NDArray[np.bool_]:
-    """Keep marks only in groups of at least ``min_length`` marked pages within one run of addresses."""
+    """Return ``marked``, but without marks in groups of fewer than ``min_length`` consecutive marked pages.
+
+    Args:
+        marked: for each page, whether it is marked.
+        starts: the indices at which runs of consecutive pages begin (`run_starts`).
+        min_length: the minimum number of pages in a group.
+    """
     if not len(marked):
         return marked
     borders = np.flatnonzero(marked[1:] != marked[:-1]) + 1
@@ -50,10 +64,10 @@ def keep_long_runs(marked: NDArray[np.bool_], starts: NDArray[np.intp], min_leng
 def find_matches(
     addresses: NDArray[np.uint64], hashes: NDArray[np.uint64], stored: NDArray[np.uint64], page: int
 ) -> Iterator[Run]:
-    """Find the pages whose hash is in the store, in runs that are consecutive on both sides.
+    """Yield runs of pages whose hashes are in the store. Each run is consecutive in this process and in the store.
 
     Args:
-        addresses: the addresses of this process's pages, ascending.
+        addresses: the addresses of this process's pages in ascending order.
         hashes: the hashes of these pages.
         stored: the hashes of the store's pages, in the order of the store.
         page: the size of a page in bytes.
@@ -78,13 +92,13 @@ def find_matches(
 
 
 def _spread(low: int, high: int) -> NDArray[np.intp]:
-    """Return some indices from ``low`` to below ``high``, evenly spread; all of them if they are few."""
+    """Return at most `_MAX_TRIED_COPIES` indices from ``low`` to below ``high``, evenly spread."""
     count = min(high - low, _MAX_TRIED_COPIES)
     return low + np.arange(count) * (high - low) // count
 
 
 def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
-    """Return the number of equal elements before the first difference."""
+    """Return the number of equal elements at the beginning of both arrays."""
     length = min(len(one), len(other))
     begin, step = 0, _FIRST_COMPARED
     while begin < length:
@@ -97,7 +111,7 @@ def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
 
 
 def longest_runs(runs: Sequence[Run], count: int) -> List[Run]:
-    """Return the ``count`` longest runs, in their order."""
+    """Return the ``count`` longest runs, in the order of ``runs``."""
     if len(runs) <= count:
         return list(runs)
     ranked = sorted(range(len(runs)), key=lambda index: -runs[index].page_count)

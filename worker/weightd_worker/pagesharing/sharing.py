@@ -1,4 +1,4 @@
-"""Operations of page sharing: `export_pages` writes this process's pages to a store, `attach_pages` uses equal ones."""
+"""Operations of page sharing: `export_pages` writes pages to a page store, `attach_pages` uses the store's pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MIN_ZERO_PAGES = 16
-"""Shorter runs of zero pages are treated like other pages, because leaving them out would split a mapping."""
+"""Minimum number of consecutive pages of zeros that are freed. Shorter runs of such pages are shared like other pages,
+because leaving them out would split a mapping in two."""
 
 
 @dataclass(frozen=True)
@@ -32,39 +33,40 @@ class PageSharingResult:
     """Result of `export_pages` or `attach_pages`."""
 
     shared_bytes: int
-    """Bytes of this process that are now mapped from the store."""
+    """Number of bytes of this process's memory that are now mapped from the store."""
     zero_bytes: int
-    """Bytes that were all zeros and were freed."""
+    """Number of bytes in pages of zeros that were freed."""
     examined_bytes: int
-    """Bytes of this process that were examined."""
+    """Number of bytes of this process's memory that were examined."""
     duration_s: float
 
 
 class Pages(NamedTuple):
-    """Pages of this process that may be replaced, in ascending order of addresses, and their hashes."""
+    """Addresses and hashes of the pages of this process that may be replaced, in ascending order of the addresses."""
 
     addresses: NDArray[np.uint64]
     hashes: NDArray[np.uint64]
 
 
 def prepare() -> None:
-    """Make malloc put large blocks in separate mappings, so that they can be shared. Call this before an engine loads.
+    """Make malloc put large blocks in separate mappings, so that their pages can be shared.
 
-    By default malloc may put them into its heap, among all other blocks. The environment variable
-    ``MALLOC_MMAP_THRESHOLD_=1048576`` has the same effect. If pages cannot be shared, the function does nothing.
+    Call this function before an engine is loaded. By default malloc may put large blocks into its heap, between small
+    blocks. The environment variable ``MALLOC_MMAP_THRESHOLD_=1048576`` has the same effect. If this platform does not
+    support page sharing, the function does nothing.
     """
     if not unsupported_reason():
         libc().set_mmap_threshold(chunks.LARGE_BLOCK_BYTES)
 
 
 def start_build() -> Optional[chunks.MappingStarts]:
-    """Make malloc put smaller blocks in separate mappings, too, until `export_pages` or `attach_pages`.
+    """Make malloc also put smaller blocks in separate mappings until `export_pages` or `attach_pages` is called.
 
-    To be called before each build. This is not the default because the blocks that each predict allocates and frees
-    would be mapped each time.
+    Call this function before each build. Smaller blocks must not stay in separate mappings after the build, because
+    each predict would then map and unmap the blocks that it allocates and frees.
 
     Returns:
-        The mappings that exist now, an argument of `export_pages` and `attach_pages`; None if they are not known.
+        The mappings that exist now, for `export_pages` and `attach_pages`; None if they cannot be read.
     """
     if unsupported_reason():
         return None
@@ -77,28 +79,32 @@ def start_build() -> Optional[chunks.MappingStarts]:
 
 
 def mmap_threshold_bytes() -> Optional[int]:
-    """Return the size from which malloc puts blocks in separate mappings, as set here; None if malloc decides."""
+    """Return the size from which malloc puts blocks in separate mappings; None if this package has not set it."""
     return None if unsupported_reason() else libc().mmap_threshold_bytes
 
 
 def restore_mmap_threshold(threshold_bytes: Optional[int]) -> None:
-    """Set a value that `mmap_threshold_bytes` has returned, unless it is None."""
+    """Set the size from which malloc puts blocks in separate mappings back to a result of `mmap_threshold_bytes`.
+
+    If the argument is None, do nothing.
+    """
     if threshold_bytes is not None:
         libc().set_mmap_threshold(threshold_bytes)
 
 
 def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
-    """Write the large private memory of this process to a new store, and replace it by mappings of the store.
+    """Write the pages of this process's large blocks to a new page store, and replace them by mappings of the store.
 
-    Each part is mapped from the store as soon as it is written, so a second copy of all of it never exists. The store
-    is not forced to disk, see ``evict``.
+    Each block is replaced as soon as it is written, so that there are never two complete copies in memory. The function
+    does not wait until the store is on disk, see `evict`.
 
     Args:
-        store_path: path of the store; no file may exist there.
+        store_path: path of the new store. No file may exist at this path.
         starts_before: the result of `start_build`.
 
     Raises:
-        PageSharingUnavailable: that is not possible. The process works as before, and no store is left.
+        PageSharingUnavailable: the pages cannot be shared. The memory has the same bytes as before, and the incomplete
+            store is removed.
     """
     started = time.perf_counter()
     with _quiesce():
@@ -111,21 +117,21 @@ def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
 
 
 def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
-    """Replace pages of this process by equal pages of the store.
+    """Replace pages of this process by equal pages of a page store.
 
     Args:
-        store_path: path of a store that another process of the same user has written by ``export_pages``.
+        store_path: path of a store that another process of the same user has written by `export_pages`.
         starts_before: the result of `start_build`.
 
     Raises:
-        PageSharingUnavailable: that is not possible. The process works as before.
+        PageSharingUnavailable: the pages cannot be shared. The memory has the same bytes as before.
     """
     started = time.perf_counter()
     with _quiesce():
         c = libc()
         store = OpenStore(store_path, c)
         try:
-            os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk during the hashing
+            os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read the store while the pages are hashed
             pages, zero_bytes = _hash_eligible_pages(c, starts_before)
             examined = len(pages.addresses) * PAGE + zero_bytes
             shared = _map_equal(c, store, pages)
@@ -137,13 +143,17 @@ def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
 
 @contextlib.contextmanager
 def _quiesce() -> Generator[None, None, None]:
-    """Collect garbage and disable its collection for a block; raise any failure as PageSharingUnavailable."""
-    # Memory that is allocated from here on does not belong to the model, so small blocks go to the heap again.
+    """Collect garbage, and disable the garbage collector in the block.
+
+    An OSError or MemoryError in the block is converted to PageSharingUnavailable.
+    """
+    # Put smaller blocks into the heap again: memory that is allocated from here on is not the model's.
     prepare()
     if tracemalloc.is_tracing():
         raise PageSharingUnavailable("tracemalloc is on, which writes to memory at any time")
     collecting = gc.isenabled()
-    # Old objects must not be freed meanwhile, because memory of this package could then take their addresses.
+    # In the block, the garbage collector must not free old objects, because memory of this package could then get the
+    # addresses of memory that the search has found.
     gc.collect()
     gc.disable()
     try:
@@ -156,7 +166,7 @@ def _quiesce() -> Generator[None, None, None]:
 
 
 def _hash_eligible_pages(c: Libc, starts_before: Optional[chunks.MappingStarts]) -> Tuple[Pages, int]:
-    """Free runs of zero pages; return the other pages that may be replaced, and the number of freed bytes."""
+    """Free long runs of pages of zeros. Return all other pages that may be replaced, and the number of freed bytes."""
     addresses = _populated_pages(chunks.find_extents(c, starts_before))
     hashes = np.empty(len(addresses), dtype=np.uint64)
     starts = runs.run_starts(addresses, PAGE)
@@ -168,7 +178,7 @@ def _hash_eligible_pages(c: Libc, starts_before: Optional[chunks.MappingStarts])
 
 
 def _populated_pages(extents: List[chunks.Extent]) -> NDArray[np.uint64]:
-    """Return the addresses of the pages that exist."""
+    """Return the addresses of the pages in these ranges that exist, see `Pagemap`."""
     pagemap = Pagemap()
     try:
         parts = [
@@ -206,9 +216,9 @@ def _write_store(c: Libc, path: str, pages: Pages) -> int:
 
 
 def _select_runs(addresses: NDArray[np.uint64]) -> List[Run]:
-    """Return all runs of pages, or the longest ones if there are more than affordable mappings.
+    """Return all runs of consecutive pages, or only the longest ones if the kernel does not allow as many mappings.
 
-    ``first_page`` is an index into the pages of this process here. The selected runs get places in the store later.
+    In the result, ``Run.first_page`` is an index into ``addresses`` and not yet the number of a page in the store.
     """
     all_runs = [
         Run(int(addresses[begin]), begin, end - begin)
@@ -244,6 +254,11 @@ def _map_equal(c: Libc, store: OpenStore, pages: Pages) -> int:
 
 
 def _run_bounds(starts: NDArray[np.intp], length: int) -> List[Tuple[int, int]]:
-    """Turn the first index of each run into pairs (first, one past the last)."""
+    """Return the bounds of each run as pairs: the index of its first page, and the index after its last page.
+
+    Args:
+        starts: the indices at which the runs begin.
+        length: the number of pages in all runs.
+    """
     begins = [int(start) for start in starts]
     return list(zip(begins, [*begins[1:], length]))

@@ -1,14 +1,15 @@
-"""Page store: a file of memory pages, and of hashes by which to find them.
+"""Page store: a file with memory pages, and with the hashes by which equal pages are found.
 
-::
+Format::
 
-    page 0       header: magic, format version, size of a page, number of pages; the rest is zero
-    pages 1..n   the pages, as they were in memory
-    then         n hashes of 64 bits, in the order of the pages
+    page 0       header: magic, format version, size of a page, number n of pages; all other bytes are zero
+    pages 1..n   the memory pages
+    after them   n hashes of 64 bits, in the order of the pages
 
-All numbers are little-endian. The header is written last, so a file without it is unfinished. The header determines the
-size of the store, so a truncated one is detected. A store belongs to one user. No other user may read it, because it is
-a copy of a process's memory, or write it, because it becomes the memory of other processes.
+All numbers are little-endian. The header is written last, so a store without a header is incomplete. The number of
+pages in the header determines the size of the file, so a truncated store is detected. Only one user may access a store:
+another user must not read it, because it is a copy of a process's memory, and must not write to it, because it becomes
+the memory of other processes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ VERSION = 1
 _HEADER = struct.Struct("<8sIIQ")
 _HASH_BYTES = 8
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
-_FINISHED_MODE = 0o400  # read-only, which prevents accidental writes
+_FINISHED_MODE = 0o400  # mode of a complete store: read-only, to prevent accidental writes
 
 
 def size_of(page_count: int) -> int:
@@ -44,17 +45,17 @@ def size_of(page_count: int) -> int:
 
 
 def offset_of(page: int) -> int:
-    """Return the offset of a page in the file. Pages count from 0."""
+    """Return the offset of a memory page in the file. Memory pages are numbered from 0, after the header."""
     return PAGE + page * PAGE
 
 
 def encode_header(page_count: int) -> bytes:
-    """Return the header of a finished store."""
+    """Return the header of a complete store with ``page_count`` pages."""
     return _HEADER.pack(MAGIC, VERSION, PAGE, page_count)
 
 
 def decode_header(header: bytes, file_size: int) -> int:
-    """Check a header and return the number of pages; raise PageSharingUnavailable if the header is invalid."""
+    """Check a header and return the number of pages. Raise PageSharingUnavailable if the header is invalid."""
     if len(header) < _HEADER.size:
         raise PageSharingUnavailable("the store has no header: the file is truncated or is not a page store")
     magic, version, page, page_count = _HEADER.unpack_from(header)
@@ -74,10 +75,10 @@ def decode_header(header: bytes, file_size: int) -> int:
 
 
 class NewStore:
-    """A store that is being written. ``fd`` can be mapped up to the last page written."""
+    """A page store that is being written. Pages that are written can already be mapped from ``fd``."""
 
     def __init__(self, path: str, pages: int) -> None:
-        """Create the file, which must not exist, and reserve its space if possible."""
+        """Create the file, which must not exist yet, and reserve disk space for it if possible."""
         self.path = path
         self.page_count = pages
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
@@ -88,8 +89,8 @@ class NewStore:
             raise
 
     def _reserve(self) -> None:
-        # On a file system in memory, space is memory, so it is not reserved, but taken piece by piece as private pages
-        # are freed.
+        # On a file system in memory, reserved space would take memory at once. There, the file takes memory block by
+        # block, while the private pages that it replaces are freed.
         if is_on_disk(self.path):
             try:
                 os.posix_fallocate(self.fd, 0, size_of(self.page_count))
@@ -99,7 +100,7 @@ class NewStore:
         os.ftruncate(self.fd, size_of(self.page_count))
 
     def write_pages(self, page: int, address: int, length: int) -> None:
-        """Write consecutive pages directly from memory."""
+        """Write the memory from ``address`` on to the store, as consecutive pages from number ``page`` on."""
         self._write(view(address, length), offset_of(page))
 
     def finish(self, hashes: NDArray[np.uint64]) -> None:
@@ -110,7 +111,7 @@ class NewStore:
         os.close(self.fd)
 
     def discard(self) -> None:
-        """Close and remove the file. Mappings of it stay valid."""
+        """Close and remove the file. Existing mappings of the file stay valid."""
         os.close(self.fd)
         Path(self.path).unlink()
 
@@ -122,10 +123,10 @@ class NewStore:
 
 
 class OpenStore:
-    """A finished store, checked and open, and mapped read-only as a whole. Mappings of other kinds outlive it."""
+    """A complete page store that is open and mapped read-only. Closing it does not affect replaced pages."""
 
     def __init__(self, path: str, c: Libc) -> None:
-        """Open and check the store; raise PageSharingUnavailable if it is not valid."""
+        """Open, check and map the store. Raise PageSharingUnavailable if the store is not valid."""
         self._libc = c
         self.fd = open_store(path)
         try:
@@ -137,7 +138,7 @@ class OpenStore:
             raise
 
     def read_hashes(self) -> NDArray[np.uint64]:
-        """Return a copy of the hashes of the pages."""
+        """Return a copy of the hashes of all pages in the store."""
         index = view(self.address + offset_of(self.page_count), self.page_count * _HASH_BYTES)
         return np.frombuffer(index, dtype=np.uint64).copy() if self.page_count else np.empty(0, dtype=np.uint64)
 
@@ -148,9 +149,12 @@ class OpenStore:
 
 
 def open_store(path: str) -> int:
-    """Open a store read-only, if it is a regular file that only this user can access."""
+    """Open a store for reading and return the descriptor.
+
+    Raise PageSharingUnavailable unless the store is a regular file that only this user can access.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # the open of a named pipe must not block
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # O_NONBLOCK: opening a named pipe must not block
     except OSError as error:
         raise PageSharingUnavailable(f"cannot open the store: {error}") from error
     try:
@@ -162,7 +166,7 @@ def open_store(path: str) -> int:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raise PageSharingUnavailable unless the status is of a regular file that only this user can access."""
+    """Raise PageSharingUnavailable unless ``status`` describes a regular file that only this user can access."""
     if not stat.S_ISREG(status.st_mode):
         raise PageSharingUnavailable("the store is not a regular file")
     if status.st_uid != os.geteuid():
@@ -174,19 +178,22 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def is_on_disk(path: str) -> bool:
-    """Return whether pages of a store at ``path`` can leave memory, unlike on tmpfs. The file need not exist yet."""
+    """Return whether a store at ``path`` is on disk and not on a file system in memory, such as tmpfs.
+
+    Only pages on disk can be removed from memory. The file need not exist yet.
+    """
     existing = Path(path) if Path(path).exists() else Path(path).parent
     return not libc().is_memory_file_system(str(existing))
 
 
 def evict(path: str) -> None:
-    """Write the store to disk, and let the pages that no process uses leave memory. This may take seconds.
+    """Write the store to disk, and free the memory of its pages that no process uses. This may take seconds.
 
-    The pages are read from disk when they are used again. On tmpfs nothing happens.
+    The kernel reads the pages from disk when a process uses them again. On tmpfs the function has no effect.
     """
     fd = open_store(path)
     try:
-        os.fsync(fd)  # only pages that are on disk can leave memory
+        os.fsync(fd)  # the kernel frees the memory of pages only after they are written to disk
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise PageSharingUnavailable(f"cannot write the store out: {error}") from error
@@ -195,9 +202,9 @@ def evict(path: str) -> None:
 
 
 def prefetch(path: str) -> None:
-    """Start to read the pages of the store that have left memory, and return at once.
+    """Make the kernel start to read the store's pages that are only on disk, and return at once.
 
-    This saves the time to read them one after another. If it fails, nothing else is affected.
+    This is faster than reading each page when it is used first. Errors are ignored.
     """
     try:
         fd = open_store(path)
@@ -209,7 +216,7 @@ def prefetch(path: str) -> None:
 
 
 def resident_bytes(path: str) -> int:
-    """Return how many bytes of the store are in memory, used or not."""
+    """Return how many bytes of the store are in memory, whether or not a process uses them."""
     c = libc()
     fd = open_store(path)
     try:

@@ -1,4 +1,8 @@
-"""Self-test of ranks, with known answers: two ranks that load the same slice agree on a wrong answer."""
+"""Self-test of ranks, with known answers from a file.
+
+The ranks' answers cannot be checked by comparing them with each other: if two ranks load the same slice by mistake, all
+ranks agree on a wrong answer.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +22,33 @@ _ROWS_ARE_SHARDED = "each rank returns different rows, so requests are neither b
 
 
 class RowShare(NamedTuple):
-    """The rows of an answer that belong to one rank: one of `share_count` equal shares, numbered from 0."""
+    """The part of an answer's rows that one rank returns.
+
+    Attributes:
+        share_index: the number of the part, from 0.
+        share_count: the number of equal parts into which the rows are divided.
+    """
 
     share_index: int = 0
     share_count: int = 1
 
 
 class ReferenceAnswer:
-    """The inputs of a self-test, and the answers that this rank has to give.
+    """The inputs of a self-test, and the known answer that this rank must return.
 
     Args:
-        path: an .npz with an array for each input, and one for each output.
-        signature: of the model.
-        row_share: the rows of the outputs that this rank returns; None if it returns none.
+        path: path of an .npz file with an array for each input and for each output of the model.
+        signature: the model's signature.
+        row_share: the rows of the outputs that this rank returns; None if it returns no outputs.
         tolerance: the largest allowed difference from the known answer (`selftest.difference`).
 
     Attributes:
-        inputs: the self-test's inputs.
-        sharded_inputs: the inputs whose rows are shared among the ranks; empty if one rank returns the whole answer.
+        inputs: the inputs of the self-test.
+        sharded_inputs: the names of the inputs whose rows are divided among the ranks; empty if one rank returns the
+            complete answer.
 
     Raises:
-        BuildError: the file does not fit the model, or cannot be divided into shares.
+        BuildError: the arrays in the file do not fit the model, or cannot be divided into equal parts.
     """
 
     def __init__(self, path: str, signature: ModelSignature, row_share: Optional[RowShare], tolerance: float) -> None:
@@ -58,14 +68,14 @@ class ReferenceAnswer:
 
     @property
     def case(self) -> SelfTestCase:
-        """The shapes of the inputs."""
+        """The shapes of the self-test's inputs."""
         return {name: tuple(array.shape) for name, array in self.inputs.items()}
 
     def digest_of(self, answer: Arrays) -> str:
-        """Return the digest of an answer, or "" if this rank returns no outputs.
+        """Check this rank's answer and return its digest; "" if this rank returns no outputs.
 
         Raises:
-            BuildError: it differs from the known answer; the text has the difference.
+            BuildError: the answer differs from the known answer. The text describes the difference.
         """
         if self._row_share is None:
             return ""
@@ -79,12 +89,13 @@ class ReferenceAnswer:
         return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
     def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
-        """Return the inputs with another number of rows and "", or no inputs and the reason.
+        """Return inputs with another number of rows than the self-test has, and "".
 
-        All ranks have the same self-test and the same signature, so they all get the same result.
+        If this is impossible, return {} and the reason. All ranks have the same self-test and signature, so the method
+        returns the same in all ranks.
 
         Args:
-            allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
+            allowed_batch_sizes: the only numbers of rows that the model supports; empty for any number.
         """
         inputs_with_rows = self._inputs_with_rows
         inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
@@ -111,12 +122,12 @@ class ReferenceAnswer:
         return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
 
     def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[RowSupport]:
-        """Return the properties of the model's rows; None if this rank returns no outputs.
+        """Return whether the model has rows and which outputs have them; None if this rank returns no outputs.
 
         Args:
             batch_inputs: the inputs from `with_other_row_count`.
-            answer: the answer to these; empty if they were not run or were rejected.
-            reason: why there is no answer.
+            answer: the answer to `batch_inputs`; empty if they were not run or were rejected.
+            reason: why `answer` is empty; "" if it is not.
         """
         if self._row_share is None:
             return None

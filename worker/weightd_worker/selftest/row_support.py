@@ -1,6 +1,6 @@
-"""Test of a holder whether its model has rows, and whether rows can share a predict.
+"""Row test of a holder: whether its model has rows, and whether several rows can share a predict.
 
-The test itself is in `weightd_common.rowtest`, because `weightctl advise` runs it, too.
+The test itself is in `weightd_common.rowtest`, because `weightctl advise` runs it as well.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ def find_row_support(
     announce: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
 ) -> Optional[RowSupport]:
-    """Return the properties of the rows of the model that `engine` has built; None if requests are never batched.
+    """Run the row test, and return how the model supports rows; None if the configuration disables batching.
 
     Args:
         engine: an engine that has built the model.
-        order: the limits of a batch, and whether batched answers have to equal the answers to each row alone.
+        order: the daemon's order, with the limits of a batch, and whether the answer to a row in a batch must equal its
+            answer alone.
         reference: the self-test.
-        rebuild: builds the model anew after a try has corrupted it.
-        announce: called before a number of rows runs for the first time, which may crash this process, and with () when
-            no try runs any more.
-        sample: the self-test's inputs, if they are not generated.
+        rebuild: function that builds the model again after a predict has corrupted it.
+        announce: function that announces the shapes of the next predict to the daemon. It is called before the first
+            predict of each number of rows, because this predict may crash the process, and with () after the last one.
+        sample: the self-test's inputs; None if they are generated.
 
     Raises:
-        BuildError: a try has corrupted the model, and the engine cannot rebuild it.
+        BuildError: a predict has corrupted the model, and the engine cannot build it again.
     """
     if order.max_rows == 1:
         return None
@@ -64,7 +65,7 @@ def find_row_support(
             if order.exact
             else "equality of batched and single answers was not tested: the configuration does not require it"
         )
-    # A batch that corrupts the model must not run with the requests of clients.
+    # If a batch has corrupted the model, report no outputs, so that requests of clients are never batched.
     outputs = () if isinstance(found.batch_error, ModelCorrupted) else found.outputs
     special_kinds = tuple([each.value for each in found.unequal_specials])
     return RowSupport(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
@@ -78,18 +79,20 @@ def rows_digest(
     sample: Optional[Arrays] = None,
     row_kind: str = RowKind.SCALED.value,
 ) -> str:
-    """Return the digest of the answer to a predict of many rows.
+    """Run one predict of many test rows, and return the digest of the answer.
+
+    If a worker's digest equals the holder's digest, the holder's row test is valid for the worker.
 
     Args:
         engine: an engine that has built the model.
-        cases: the cases of the self-test.
-        max_rows: the largest number of rows in one predict.
-        allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
-        sample: the self-test's inputs, if they are not generated.
-        row_kind: the kind of rows that the holder has tested (`RowSupport.row_kind`).
+        cases: the cases of the self-test; the test rows have the shapes of the first one.
+        max_rows: the maximum number of rows in one predict.
+        allowed_batch_sizes: the only numbers of rows that the model supports; empty for any number.
+        sample: the self-test's inputs; None if they are generated.
+        row_kind: the kind of rows in the holder's row test (`RowSupport.row_kind`).
 
     Raises:
-        RequestError: the model does not run on the rows.
+        RequestError: the model does not run on these rows.
     """
     subject = _make_subject(engine, cases[0], max_rows, allowed_batch_sizes, sample)
     return selftest.from_answers(({},), [comparison.predict_many_rows(subject, RowKind(row_kind))]).digest
@@ -110,7 +113,10 @@ def _make_subject(
 
 
 class _TryReporter:
-    """Announces each number of rows to the daemon before it is tried, and rebuilds the model if a try corrupted it."""
+    """Announces each number of rows to the daemon before its first predict, and builds a corrupted model again.
+
+    If the predict crashes the process, the daemon starts another holder, which skips this number of rows.
+    """
 
     def __init__(
         self,
@@ -130,10 +136,10 @@ class _TryReporter:
         self._announced: List[int] = []
 
     def on_try(self, row_count: int) -> None:
-        """Announce a number of rows before it runs for the first time.
+        """Announce the first predict of a number of rows. For later predicts of the same number, do nothing.
 
         Raises:
-            NotBatchable: an earlier process has crashed with it.
+            NotBatchable: an earlier process has crashed with this number of rows.
         """
         if row_count in self._announced:
             return
@@ -147,10 +153,10 @@ class _TryReporter:
             self._announce((case,))
 
     def on_failure(self, error: Exception) -> None:
-        """Rebuild the model if the failure has corrupted it.
+        """Build the model again if `error`, which a predict has raised, shows that the model is corrupted.
 
         Raises:
-            BuildError: the engine cannot rebuild the model.
+            BuildError: the model is corrupted, and the engine cannot build it again.
         """
         if isinstance(error, ModelCorrupted):
             if not self._engine.can_rebuild:
@@ -159,6 +165,6 @@ class _TryReporter:
             self._rebuild()
 
     def finish(self) -> None:
-        """Announce that no try runs any more."""
+        """Announce to the daemon that no announced predict is running."""
         self._announced.clear()
         self._announce(())

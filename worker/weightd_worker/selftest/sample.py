@@ -1,4 +1,4 @@
-"""Files of a self-test's arrays: a configured sample of the inputs, and the holder's answers."""
+"""Files with the arrays of a self-test: a configured sample of the inputs, and the holder's answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from weightd_protocol.schema import label
 from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import selftest
 
-# Every process reads the file when it starts, and keeps the arrays.
+# Maximum size of a file's arrays in bytes. Every process reads the file when it starts, and keeps the arrays in memory.
 MAX_BYTES = 256 * 1024 * 1024
 
-# The exceptions that libraries raise for a malformed file, which they do not document. Encryption is a RuntimeError.
+# Exceptions that zipfile and numpy raise for a malformed file, although they do not document them. An encrypted file
+# causes a RuntimeError.
 _MALFORMED_ERRORS = (
     ValueError,
     EOFError,
@@ -43,7 +44,7 @@ def load(path: str, signature: ModelSignature) -> Arrays:
     """Return the sample at `path`, an .npz with an array for each input of the model.
 
     Raises:
-        BuildError: the file is not an .npz or does not fit the model; the text names file, input and expectation.
+        BuildError: the file is not an .npz, or an array does not fit the model. The text names the file and the input.
     """
     arrays = _read(path, limits.MAX_TENSORS)
     names = [each.name for each in signature.inputs]
@@ -53,7 +54,7 @@ def load(path: str, signature: ModelSignature) -> Arrays:
 
 
 def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
-    """Return a sample and its known answers, from an .npz with an array for each input and each output.
+    """Return the inputs and known outputs in the .npz file at `path`, which has an array for each input and output.
 
     Raises:
         BuildError: as `load`.
@@ -84,7 +85,7 @@ def _validated_array(path: str, tensor: TensorSignature, array: Any) -> Any:
 
 
 def save_answers(path: str, answers: Sequence[Arrays]) -> None:
-    """Write a self-test's answers, which other processes read by `load_answers`.
+    """Write the holder's answers to the self-test to a file, which other processes read by `load_answers`.
 
     Raises:
         BuildError: the file cannot be written.
@@ -98,10 +99,10 @@ def save_answers(path: str, answers: Sequence[Arrays]) -> None:
 
 
 def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTestRun:
-    """Return the self-test with the answers that the holder has written.
+    """Return the run of the self-test whose answers the holder has written to the file at `path`.
 
     Raises:
-        BuildError: the file cannot be read, or does not fit the cases.
+        BuildError: the file cannot be read, or contains an answer to a case that is not in `cases`.
     """
     answers: List[Dict[str, Any]] = [{} for _ in cases]
     for key, array in _read(path, limits.MAX_TENSORS * limits.MAX_SELFTEST_CASES).items():
@@ -116,7 +117,7 @@ def _read(path: str, max_arrays: int) -> Dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_size(path, [(each.filename, each.file_size) for each in archive.infolist()], max_arrays)
-        # Without allow_pickle, numpy does not unpickle objects, which could run any code.
+        # Forbid pickled objects in the file, because unpickling them could run any code.
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except OSError as error:
@@ -124,7 +125,7 @@ def _read(path: str, max_arrays: int) -> Dict[str, Any]:
     except _MALFORMED_ERRORS as error:
         raise BuildError(f"selftest: {path}: expected an .npz of plain arrays: {error}") from None
     for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # the archive has a member that is not an .npy
+        if not isinstance(array, np.ndarray):  # numpy returns a member of the archive that is no .npy file as bytes
             raise BuildError(f"selftest: {path}: expected an .npz of plain arrays, got {label(name)} in it")
     return arrays
 

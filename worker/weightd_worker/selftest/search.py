@@ -1,11 +1,11 @@
-"""Search for a holder's self-test: inputs that the model runs on.
+"""Search for a holder's self-test: shapes of inputs on which the model runs.
 
-A model may reject a size, fail on it, or crash: MindSpore Lite crashes if an image is too small for a convolution. So
-sizes are tried in the order in which most models accept one, and each try is announced to the daemon before it runs: if
-it crashes the holder, the next holder skips it.
+A case is a set of shapes, one for each input. On an unsuitable case, the model may raise an error or crash the process:
+MindSpore Lite crashes if an image is too small for a convolution. So the search tries common shapes first, and
+announces each case to the daemon before it runs. If the case crashes the holder, the next holder skips this case.
 
-After a case that runs, a second case is tried in which all free dimensions are larger. It shows whether the model can
-be resized, and which dimensions of its outputs are free.
+After the first case on which the model runs, the search tries a second case, in which all free dimensions are larger.
+It shows whether the model can be resized, and which dimensions of its outputs are free.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from weightd_worker.selftest.selftest import SelfTestRun
 Shape = Tuple[int, ...]
 
 Runs = Tuple[SelfTestRun, SelfTestRun]
-"""Two runs on the same cases."""
+"""Two runs of a self-test with the same cases."""
 
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
-"""Reports to the daemon the cases that run next, and the cases that have failed."""
+"""Function that reports to the daemon the cases that run next, and the cases that have failed."""
 
-# Sizes of free dimensions, including the batch. They are also tried on a card whose gears are not known.
+# Sizes that the search tries for all free dimensions, including the batch size. On a card whose gears are not known, it
+# tries them as well.
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 224)
 
-# Sizes of images, with batch 1. Most image networks halve an image five times; few accept less than 32 pixels, and some
-# only 224.
+# Sizes that the search tries for the free dimensions of images, with batch size 1. Most image networks halve the size
+# five times. Only few networks accept less than 32 pixels, and some accept only 224.
 _IMAGE_SIZES = (64, 224, 32, 48, 1, 2)
 
-# Ranks of inputs that may have any rank; all get the same. In order: rows, images, sequences, then the other ranks.
+# Numbers of dimensions that the search tries for inputs that may have any rank. All such inputs get the same number.
+# First come the numbers for rows of features, images and sequences.
 _RANKS = (2, 4, 3, 1, 0)
 
-# Larger inputs are not generated, because every process runs the self-test when it starts.
+# Maximum size of generated inputs in bytes, because every process runs the self-test when it starts.
 _MAX_BYTES = 16 * 1024 * 1024
 
 _OFF = "the key selftest is off, so weightd cannot check the answers of workers"
@@ -60,21 +62,21 @@ def find_selftest(
     sample: Optional[Arrays] = None,
     tolerance: float = 0.0,
 ) -> SelfTestRun:
-    """Return the self-test of the model that `engine` has built.
+    """Find or run the self-test of the model that `engine` has built, and return the run.
 
-    An engine that cannot be rebuilt may be left corrupted, if the model has no self-test: it may share its weights,
-    which predicts do not change, but must not run a predict.
+    If the engine cannot build the model again and the search finds no self-test, the model may be corrupted afterwards.
+    The holder may still share the weights, which predicts do not change, but must not run a predict.
 
     Args:
         engine: an engine that has built the model.
-        order: whether to search, and the known cases.
-        rebuild: builds the model anew after a try has corrupted it.
-        announce: called before each try, and after the last.
-        sample: the configured inputs, if any.
-        tolerance: the largest allowed difference of answers to the same input (`selftest.difference`).
+        order: the daemon's order: whether to search, the cases to run, and the failed cases.
+        rebuild: function that builds the model again after a case has corrupted it.
+        announce: function that is called before each case runs, and after the last case.
+        sample: the configured inputs of the self-test; None if inputs are generated.
+        tolerance: the largest allowed difference between two answers to the same inputs (`selftest.difference`).
 
     Raises:
-        BuildError: the configured self-test cannot be run, or a further try needs a new process.
+        BuildError: the model does not run on the configured inputs, or the search needs a new process to continue.
     """
     if sample is not None:
         shapes = {name: tuple(array.shape) for name, array in sample.items()}
@@ -93,7 +95,7 @@ def find_selftest(
 
 
 def candidate_cases(signature: ModelSignature, gears: Gears = ()) -> Iterator[SelfTestCase]:
-    """Yield the cases to try, the most promising first. If the model has gears, yield only their sizes."""
+    """Yield the cases that the search tries, the most common shapes first. If the model has gears, yield only these."""
     if gears:
         yield from (_case_of_gear(signature, iter(gear)) for gear in gears[: limits.MAX_SELFTEST_UNFIT_CASES])
     elif any(each.shape is None for each in signature.inputs):
@@ -109,7 +111,7 @@ def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
     seen: List[SelfTestCase] = []
     for size in _IMAGE_SIZES if has_images else _SIZES:
         case = {each.name: _fill_shape(each, 1 if has_images else size, size) for each in signature.inputs}
-        # The smallest case may be as large as a request can be, because the model accepts no smaller one.
+        # The smallest case may be as large as a request, because smaller shapes are impossible for this model.
         most = limits.MAX_FRAME_BYTES if size == 1 else _MAX_BYTES
         if case not in seen and _case_bytes(signature, case) <= most:
             seen.append(case)
@@ -117,14 +119,14 @@ def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
 
 
 def double_case(signature: ModelSignature, case: SelfTestCase) -> Optional[SelfTestCase]:
-    """Return the case with all free dimensions doubled; None if it has none, or the result is too large."""
+    """Return the case with all free dimensions doubled; None without free dimensions, or if that is too large."""
     free = {each.name: each.shape for each in signature.inputs}
     double = {name: _double_shape(free[name], shape) for name, shape in case.items()}
     return double if double != case and _case_bytes(signature, double) <= _MAX_BYTES else None
 
 
 def describe_cases(cases: SelfTestCases) -> str:
-    """Return a text that describes the cases."""
+    """Return a text with the shapes of the cases, for error messages."""
     return " and ".join(", ".join(f"{name} {list(shape)}" for name, shape in each.items()) for each in cases)
 
 
@@ -153,7 +155,7 @@ class _Search:
             yield (case,)
 
     def _try_larger(self, found: Runs) -> Runs:
-        # A failure would cost a process, so be content with the case that runs.
+        # Try no larger case if a failure would require a new process, or if the model has gears.
         if self._engine.gears or not self._engine.can_rebuild:
             return found
         case = double_case(self._engine.signature, found[0].cases[0])
@@ -167,7 +169,14 @@ class _Search:
         )
 
     def _try(self, cases: SelfTestCases, *, has_more: bool) -> Optional[Runs]:
-        """Run the cases twice. If they fail, exclude them, rebuild a corrupted model if possible, and return None."""
+        """Run the cases twice and return both runs.
+
+        If the model does not run on the cases, or its answers have no finite number, add the cases to the failed cases
+        and return None. A corrupted model is built again if possible.
+
+        Raises:
+            BuildError: the model is corrupted and cannot be built again, and `has_more` says that cases are left.
+        """
         self._announce(cases, tuple(self.failed_cases))
         try:
             runs = selftest.run_twice(self._engine, cases)
@@ -274,9 +283,9 @@ def _case_bytes(signature: ModelSignature, case: SelfTestCase) -> int:
 
 
 def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
-    """Return the case with, for each input, the maximum of every dimension over all cases; {} without cases.
+    """Return the case in which each dimension is the largest of this dimension in all cases; {} without cases.
 
-    The first dimension is at least `rows` where the model leaves it free.
+    If the first dimension of an input is free, it is at least `rows`.
     """
     case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
@@ -289,9 +298,10 @@ def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> 
 
 
 def midpoint_case(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
-    """Return the case half way between two cases.
+    """Return the case in which each dimension is the mean of the dimensions in two cases.
 
-    Libraries choose kernels by the divisors of a size: 64 and 128 may use the same kernel, and 96 another one.
+    Libraries choose kernels by the divisors of a size. For example, sizes 64 and 128 may use the same kernel, but size
+    96 another one, which should be tested as well.
     """
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
 
@@ -307,7 +317,7 @@ def _halve_shape(declared: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) ->
 
 
 def make_inputs(signature: ModelSignature, case: SelfTestCase, sample: Optional[Arrays]) -> Arrays:
-    """Return inputs of these shapes: the sample's values, repeated, or generated values without a sample."""
+    """Return inputs with the shapes in `case`: values of the sample, repeated; without a sample, generated values."""
     if sample is None:
         return selftest.make_inputs(signature, case)
     return {name: np.resize(sample[name], shape) for name, shape in case.items()}
@@ -317,7 +327,7 @@ def check_max_shape(signature: ModelSignature, max_shape: SelfTestCase) -> None:
     """Check that the option `max_shape` fits this model.
 
     Raises:
-        BuildError: it does not; the text names the input and the expected shape.
+        BuildError: the option does not fit the model. The text names the input and the expected shape.
     """
     names = [each.name for each in signature.inputs]
     if sorted(max_shape) != sorted(names):

@@ -1,8 +1,8 @@
-"""Runs of a self-test, and checks that a worker still answers correctly.
+"""Runs of a self-test, and checks whether a worker still answers correctly.
 
-A corrupted model silently answers with data of an earlier request. Its signs are a failed predict, an output whose size
-does not fit the request, or a wrong answer to the self-test. So a worker's answers are checked against the signature,
-and the worker itself against its self-test (`AnswerVerifier`).
+A corrupted model may answer without an error with data of an earlier request. A failed predict, an output whose size
+does not fit the request, or a wrong answer to the self-test shows that a model may be corrupted. So `AnswerVerifier`
+checks each answer of a worker against the model's signature, and runs the self-test if they contradict each other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from weightd_worker.engines.engine import Arrays, Engine, ModelCorrupted, ModelS
 
 
 class SelfTestRun(NamedTuple):
-    """A run of a self-test: its cases, the digest of the answers, their shapes for each case, and the answers.
+    """One run of a self-test.
 
-    Without cases, the model has no self-test. An empty digest means that the model does not repeat its answers. Without
-    answers, they are stored elsewhere or not needed. `note` explains a missing self-test or digest to the operator.
+    Attributes:
+        cases: the shapes of the inputs in each predict of the self-test; empty if the model has no self-test.
+        digest: the digest of the answers; "" without a self-test, or if the model does not repeat its answers.
+        output_shapes: the shapes of the outputs for each case.
+        answers: the outputs for each case; empty if they are stored elsewhere or not needed.
+        note: why the model has no self-test or no digest, for the operator; otherwise "".
     """
 
     cases: SelfTestCases
@@ -36,7 +40,12 @@ class SelfTestRun(NamedTuple):
 
 
 def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTestRun:
-    """Run the self-test on the engine; `sample` has its inputs, which are generated if it is None.
+    """Run the self-test on the engine and return the run.
+
+    Args:
+        engine: an engine that has built the model.
+        cases: the shapes of the inputs for each predict.
+        sample: the inputs of the self-test; None to generate inputs.
 
     Raises:
         InvalidArgument: the engine rejects the inputs.
@@ -46,14 +55,14 @@ def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -
 
 
 def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[SelfTestRun, SelfTestRun]:
-    """Return two runs. Each case runs twice in a row. Errors are as in `run`."""
+    """Run each case of the self-test twice in a row and return both runs. Arguments and errors are as in `run`."""
     case_inputs = [sample or make_inputs(engine.signature, case) for case in cases]
     pairs = [(engine.predict(each), engine.predict(each)) for each in case_inputs]
     return from_answers(cases, [one for one, _ in pairs]), from_answers(cases, [other for _, other in pairs])
 
 
 def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTestRun:
-    """Return the run that has these answers."""
+    """Return the run of a self-test in which the model has given these answers to the cases."""
     state = hashlib.sha256()
     for outputs in answers:
         for name, array in outputs.items():
@@ -64,14 +73,18 @@ def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTestRun
 
 
 def is_conclusive(selftest: SelfTestRun) -> bool:
-    """Return whether the answers have a finite number. Without one, any weights might give the same answers."""
+    """Return whether the answers contain a finite number.
+
+    If all numbers are infinite or NaN, wrong weights might give the same answers.
+    """
     return any(np.isfinite(array).any() for outputs in selftest.answers for array in outputs.values())
 
 
 def difference(one: SelfTestRun, other: SelfTestRun) -> float:
-    """Return the difference of two runs: the largest difference, relative to the largest value of that output.
+    """Return the difference between the answers of two runs of a self-test.
 
-    It is 0 if the runs are equal bit for bit, and infinite if shapes, datatypes, integers or non-finite values differ.
+    It is the largest difference between two numbers, divided by the largest absolute value in the same output. It is 0
+    if the answers are equal bit for bit, and infinite if shapes, datatypes, integers or non-finite values differ.
     """
     if one.digest == other.digest:
         return 0.0
@@ -81,9 +94,10 @@ def difference(one: SelfTestRun, other: SelfTestRun) -> float:
 
 
 def with_observed_outputs(signature: ModelSignature, selftest: SelfTestRun) -> ModelSignature:
-    """Return the signature, with output shapes that the engine does not know taken from the self-test's answers.
+    """Return the signature, but with output shapes from the self-test's answers where the engine reports none.
 
-    If an input may have any rank, so may an output, and the self-test shows only one rank. Then nothing is taken.
+    If an input may have any rank, the signature is returned unchanged: an output may then have any rank as well, but
+    the self-test shows only one of its ranks.
     """
     if any(each.shape is None for each in signature.inputs):
         return signature
@@ -97,7 +111,8 @@ def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, 
     if len({len(shape) for shape in seen}) != 1:
         return output
     if output.shape is not None and len(seen[0]) == len(output.shape):
-        # For a free dimension, an engine may report its largest size.
+        # A dimension is free if the self-test shows another size: for a free dimension, an engine may report the
+        # largest size.
         dims = tuple(dim if {dim}.issuperset(each) else -1 for dim, *each in zip(output.shape, *seen))
         return TensorSignature(output.name, output.datatype, dims)
     dims = tuple(each[0] if len(set(each)) == 1 and len(seen) > 1 else -1 for each in zip(*seen))
@@ -105,12 +120,12 @@ def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, 
 
 
 def make_inputs(signature: ModelSignature, case: SelfTestCase) -> Arrays:
-    """Generate the inputs of one case."""
+    """Return generated inputs with the shapes in `case`."""
     return {each.name: generate_values(each, case[each.name]) for each in signature.inputs}
 
 
 def answer_difference(one: Arrays, other: Arrays) -> float:
-    """Return the difference of two answers, see `difference`."""
+    """Return the difference between two answers, computed as in `difference`."""
     if one.keys() != other.keys():
         return float("inf")
     return max((_array_difference(one[name], other[name]) for name in one), default=0.0)
@@ -141,10 +156,11 @@ class AnswerVerifier:
     """Checks a worker's answers against the model's signature and self-test.
 
     Args:
-        engine: the engine, built and attached.
-        reference: the self-test with the answers of the attached engine; its digest is "" if they do not repeat.
-        sample: the self-test's inputs, if they are not generated.
-        tolerance: the largest allowed difference of the answers (`difference`).
+        engine: the worker's engine, which has built the model and attached to the shared weights.
+        reference: the run of the self-test with the known answers. Its digest is "" if the model does not repeat its
+            answers.
+        sample: the self-test's inputs; None if they are generated.
+        tolerance: the largest allowed difference from the known answers (`difference`).
     """
 
     def __init__(
@@ -162,13 +178,14 @@ class AnswerVerifier:
         self._inputs_with_batch = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
         self._reference_shapes = reference.output_shapes
         self._outputs_with_batch = {name for name in self._outputs if self._has_batch_dim(name)}
-        # Without a self-test, the first request is the first predict, and nothing can have corrupted the model before.
+        # Whether no predict has run yet that could have corrupted the model. Without a self-test, the first request is
+        # the first predict.
         self._is_untouched = not reference.cases
 
     def current_digest(self) -> str:
-        """Run the self-test; return the known digest if the answers are within the tolerance, else their own digest.
+        """Run the self-test. Return the known digest if the answers are within the tolerance, else their own digest.
 
-        The result is "" for a model without a self-test.
+        The result is "" if the model has no self-test.
 
         Raises:
             InvalidArgument: the engine rejects the self-test.
@@ -178,14 +195,14 @@ class AnswerVerifier:
         return self._reference.digest if self._is_near_reference(current) else current.digest
 
     def is_corrupted(self) -> bool:
-        """Return whether the self-test shows that the model has changed; False if there is no self-test."""
+        """Run the self-test and return whether it shows a corrupted model; False without a self-test."""
         if not self._reference.cases:
             return False
         try:
             current = self._run_selftest()
         except RequestError:
             return True
-        # If a model does not repeat its answers, only their shapes can be compared.
+        # If the model does not repeat its answers, compare only the shapes of the outputs.
         return (
             not self._is_near_reference(current)
             if self._reference.digest
@@ -193,12 +210,17 @@ class AnswerVerifier:
         )
 
     def verify(self, inputs: Arrays, outputs: Arrays) -> Arrays:
-        """Return the outputs if they can be trusted. The result also holds for other tensors of the same layouts.
+        """Check the outputs of a predict, and return the outputs to send to the client.
 
-        An answer that contradicts the signature may still be correct, because a signature may be wrong. With a
-        self-test, it is accepted if the self-test's answer is correct and the model repeats this answer. Without one,
-        it is accepted from an engine that cannot corrupt its model, and in the first predict of all. Once a signature
-        was found wrong, it is no longer checked.
+        The result is also valid for later requests with inputs and outputs of the same layouts.
+
+        Outputs that contradict the model's signature may still be correct, because the signature may be wrong:
+
+        - If the model has a self-test, they are accepted if the model passes the self-test and then gives the same
+          answer to these inputs again.
+        - If it has no self-test, they are accepted if the engine cannot corrupt its model, or in the first predict.
+
+        After the signature was found to be wrong, outputs are no longer checked against it.
 
         Raises:
             ModelCorrupted: the outputs contradict the signature, and the model may be corrupted.
@@ -221,13 +243,13 @@ class AnswerVerifier:
         return outputs
 
     def _verify_after_rebuild(self, inputs: Arrays, outputs: Arrays) -> Arrays:
-        """Run the self-test on a model that was built again for larger shapes, and return outputs that can be trusted.
+        """Run the self-test after the engine has built the model again for larger shapes. Return correct outputs.
 
-        If its answers differ, the engine builds a new model at each change of shape from now on, and computes the
-        outputs again.
+        If the self-test fails, answers depend on the shapes of earlier predicts. The engine then builds the model again
+        at each change of shape from now on, and computes the outputs again.
 
         Raises:
-            ModelCorrupted: the answers differ even then.
+            ModelCorrupted: the self-test fails again after that.
         """
         self._engine.was_rebuilt_larger = False
         if not self.is_corrupted():
@@ -255,12 +277,18 @@ class AnswerVerifier:
         return ""
 
     def _batch_size(self, shapes: Mapping[str, Sequence[int]]) -> Optional[int]:
-        """Return the batch size of inputs of these shapes, or None if it is not clear."""
+        """Return the batch size of inputs with these shapes.
+
+        The result is None if the inputs have different first dimensions, or other free dimensions than the first one.
+        """
         sizes = {shapes[name][0] for name in self._inputs_with_batch}
         return sizes.pop() if self._is_only_batch_free and len(sizes) == 1 else None
 
     def _has_batch_dim(self, name: str) -> bool:
-        """Return whether the output's first dimension was the batch size in each of several self-test cases."""
+        """Return whether the output's first dimension was the batch size in all cases of the self-test.
+
+        The result is False if all cases have the same batch size, because the dimension may be equal by chance.
+        """
         batches = [self._batch_size(case) for case in self._reference.cases]
         return len(set(batches)) > 1 and all(
             shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)
@@ -273,7 +301,10 @@ class AnswerVerifier:
         return self._is_near(self._reference, current)
 
     def _is_same_answer(self, one: Arrays, other: Arrays) -> bool:
-        """Return whether two answers to one request are equal, as far as this model repeats its answers."""
+        """Return whether two answers to the same request are equal within the tolerance.
+
+        If the model does not repeat its answers, only the shapes are compared.
+        """
         first, second = from_answers(({},), [one]), from_answers(({},), [other])
         return self._is_near(first, second) if self._reference.digest else first.output_shapes == second.output_shapes
 

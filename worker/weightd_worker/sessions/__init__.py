@@ -1,1 +1,1 @@
-"""Sessions of child processes: a session says HELLO and executes orders until the daemon stops it."""
+"""Sessions of child processes: a session sends HELLO and executes the daemon's orders until the daemon sends Stop."""

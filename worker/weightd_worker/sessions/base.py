@@ -1,6 +1,6 @@
 """Base class of all sessions: sends HELLO, then executes one order after another until the daemon sends Stop.
 
-A session has one thread. While the engine computes, messages wait in the sockets.
+A session has one thread. While the engine runs a predict, further messages wait in the sockets.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from weightd_worker.predictor import Reply, RequestRunner
 _PYTHON = platform.python_version()
 _log = logging.getLogger("weightd.worker")
 
-# Seconds between two checks of the log and the memory that predicts leave behind, while predicts arrive.
+# Seconds between two checks of the size of the log and of retained memory while requests arrive.
 HOUSEKEEPING_INTERVAL_S = 1.0
 Entry = Tuple[ChildOrder, Sequence[Any]]
-"""An order with its tensors. A batch has, instead, its predicts, each with its tensors."""
+"""An order and its tensors. For a batch: the BeginBatch order, and its Predict orders, each with its tensors."""
 
 
 class Session(abc.ABC):
-    """Executes the daemon's orders over one connection.
+    """Executes the daemon's orders, which arrive over one connection.
 
     Args:
         connection: the connection to the daemon.
-        runner: runs requests.
+        runner: runs the requests.
     """
 
     def __init__(self, connection: Connection, runner: RequestRunner) -> None:
@@ -67,10 +67,10 @@ class Session(abc.ABC):
         self._inbox = Inbox()
 
     def run(self, sha256: str) -> int:
-        """Send HELLO and execute orders until the daemon sends Stop; return the exit status.
+        """Send HELLO and execute orders until the daemon sends Stop. Return the exit status.
 
         Args:
-            sha256: digest of the model.
+            sha256: the digest of the model.
         """
         self._send(self._make_hello(sha256))
         while self._status == exit_codes.OK:
@@ -83,11 +83,12 @@ class Session(abc.ABC):
                 return exit_codes.OK
             else:
                 self._status = self._execute_order(order)
-            # The tensors may be large, and the next order may be long in coming.
+            # Free the tensors now: they may be large, and it may take long until the next order arrives.
             del order, tensors
             if time.monotonic() >= self._next_housekeeping_at:
                 self._do_housekeeping()
-        # The daemon replies to a failure with Stop. Exiting before it arrives could lose the failure message.
+        # Wait for Stop, the daemon's reply to a failure. If this process exited earlier, the failure message could be
+        # lost.
         while not isinstance(self._next_order()[0], Stop):
             pass
         return self._status
@@ -98,10 +99,13 @@ class Session(abc.ABC):
 
     @abc.abstractmethod
     def _handle_order(self, order: ChildOrder) -> None:
-        """Execute an order other than a request. An exception is reported to the daemon and ends the process."""
+        """Execute an order other than a request. If this fails, the caller reports the error and the process exits."""
 
     def _next_order(self) -> Entry:
-        """Return the next order. Received messages are read first, so that a CancelPredict overtakes its Predict."""
+        """Return the next order.
+
+        All received messages are read first, so that a CancelPredict takes effect before its Predict is executed.
+        """
         while True:
             messages = self._connection.receive(0 if self._inbox else self._idle_timeout_s)
             if messages:
@@ -116,7 +120,7 @@ class Session(abc.ABC):
                 self._runner.regions.clear()
                 self._send(Reconnected(self._runner.step))
             else:
-                # This daemon may not have received the failure. The exit of the process shows it.
+                # The new daemon may not have received the failure message, but it will notice that this process exits.
                 return Stop(), ()
 
     def _on_messages(self, messages: Sequence[Sequence[Any]]) -> None:
@@ -127,7 +131,8 @@ class Session(abc.ABC):
             elif isinstance(order, CancelPredict):
                 self._on_cancel_predict(order)
             elif isinstance(order, MapRegion):
-                # Earlier predicts cannot mean another region: the number is new, or the same region is mapped again.
+                # Map the region at once, even if earlier predicts are queued. The number is new, or the same region is
+                # mapped again, so that no queued predict uses this number for another region.
                 self._inbox.cancel_unmap(order.region)
                 self._runner.regions.map(order.region, self._connection.take_descriptor())
             else:
@@ -141,12 +146,12 @@ class Session(abc.ABC):
             self._reply((PredictCancelled(order.request), ()))
 
     def _do_housekeeping(self) -> None:
-        """Limit what libraries leave behind with each predict."""
+        """Limit the size of the log, to which libraries may write in each predict."""
         nativelog.truncate_if_too_large()
         self._next_housekeeping_at = time.monotonic() + HOUSEKEEPING_INTERVAL_S
 
     def _on_idle(self) -> None:  # noqa: B027 - most sessions have nothing to do
-        """Handle a timeout of `_idle_timeout_s` without messages."""
+        """Called when no message has arrived for `_idle_timeout_s`."""
 
     def _execute_order(self, order: ChildOrder) -> int:
         if isinstance(order, UnmapRegion):
@@ -184,11 +189,12 @@ class Session(abc.ABC):
 
 
 class Inbox:
-    """Queue of received orders, in order of arrival. A batch enters the queue when all of its items have arrived."""
+    """Queue of received orders, in order of arrival. A batch enters the queue when all of its requests have arrived."""
 
     def __init__(self) -> None:
         self._entries: Deque[Entry] = collections.deque()
-        # The batch whose items are still arriving, its items so far, how many are missing, and orders behind the first.
+        # The batch whose requests are still arriving; its requests so far; the number of missing requests; and other
+        # orders that have arrived meanwhile.
         self._open_batch: Optional[BeginBatch] = None
         self._items: List[Any] = []
         self._missing_count = 0
@@ -201,7 +207,8 @@ class Inbox:
         """Add an order that has arrived.
 
         Raises:
-            RemoteProtocolError: the order begins a batch within a batch, or its number of principals is wrong.
+            RemoteProtocolError: the order begins a batch before the last batch is complete, or has a wrong number of
+                principals.
         """
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
@@ -215,26 +222,26 @@ class Inbox:
             self._entries.append((order, tensors))
 
     def put_back(self, order: ChildOrder) -> None:
-        """Put an order back in front of all others."""
+        """Put an order in front of all other orders."""
         self._entries.appendleft((order, ()))
 
     def take(self) -> Entry:
-        """Remove and return the first entry."""
+        """Remove and return the first order with its tensors."""
         return self._entries.popleft()
 
     @property
     def first(self) -> ChildOrder:
-        """The order that is executed next."""
+        """The order that is executed next, which stays in the queue."""
         return self._entries[0][0]
 
     def drop_incomplete_batch(self) -> None:
-        """Drop the items of a batch whose other items will never arrive."""
+        """Drop an incomplete batch after the daemon has restarted, because the missing requests will never arrive."""
         if self._open_batch is not None:
             self._items = []
             self._close_batch(self._open_batch)
 
     def cancel(self, request: int) -> bool:
-        """Remove a cancelled predict; return whether it was still in the queue."""
+        """Remove the predict of a request. Return whether it was still in the queue."""
         for index, entry in enumerate(self._entries):
             order, tensors = entry
             if isinstance(order, Predict):
@@ -256,7 +263,7 @@ class Inbox:
         return True
 
     def cancel_unmap(self, region: int) -> None:
-        """Remove the order to unmap a region, if there is one, because the region was mapped again."""
+        """Remove a queued order to unmap `region`, because the daemon has mapped this region again."""
         for entries in (self._entries, self._deferred):
             for entry in entries:
                 if isinstance(entry[0], UnmapRegion) and entry[0].region == region:
@@ -272,8 +279,8 @@ class Inbox:
         elif isinstance(order, BeginBatch):
             raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got begin_batch")
         else:
-            # An order to unmap a region waits until the batch is complete, because its items may use the region. Other
-            # orders are not sent on this channel.
+            # This is an order to unmap a region; the daemon sends no other orders within a batch. Execute it after the
+            # batch, whose requests may use the region.
             self._deferred.append((order, tensors))
 
     def _close_batch(self, batch: BeginBatch) -> None:
@@ -284,7 +291,10 @@ class Inbox:
 
 
 def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginBatch]:
-    """Remove a predict from its batch; return the batch order without it, or None if it is not in the batch."""
+    """Remove the predict of a request from `items`, the requests of a batch.
+
+    Return the BeginBatch order without the request's principal, or None if the request is not in the batch.
+    """
     for index, part in enumerate(items):
         if part[0].request == request:
             items.remove(part)
@@ -303,7 +313,7 @@ def check_signature(signature: ModelSignature) -> None:
     """Check that tensor names are unique among the inputs and among the outputs, and that the signature can be sent.
 
     Raises:
-        BuildError: a name is given twice.
+        BuildError: two inputs or two outputs have the same name.
         LocalProtocolError: the protocol cannot carry the signature.
     """
     for what, tensors in zip(ModelSignature._fields, signature):

@@ -1,7 +1,8 @@
-"""Builds the model of a process, and examines the built model before the process counts as ready.
+"""Builds the model of a process, and examines the built model before the process reports that it is ready.
 
-A holder finds the self-test, the shape that each worker computes first, and whether requests may share a predict. A
-worker repeats what the holder did before it shared its weights, and runs the self-test.
+A holder finds out three things: the self-test, the shape of each worker's first predict, and whether requests may share
+a predict. A worker builds the model in the same way and with the same first predict as the holder, so that its memory
+has the same content, and then runs the self-test.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ SHAPE_DEPENDENT = (
     "convert it for fixed shapes to avoid that"
 )
 
-# A self-test that was found by search has at most two cases: one, and the same with larger free dimensions.
+# Maximum number of cases of a self-test that was found by search: a first case, and one with larger free dimensions.
 _SEARCHED_CASE_COUNT = 2
 
 
 class ModelInputs(NamedTuple):
-    """The files from which a process loads its model, and its tolerance.
+    """The files from which a process builds and checks its model.
 
     Attributes:
         model: path of the model's snapshot.
-        store: path where the holder may write its page store.
-        weights_update: path of weights that replace some of the model's weights, "" for none.
-        sample: path of the self-test's inputs, "" if they are generated.
-        tolerance: the largest allowed difference of the self-test's answers (`selftest.difference`).
+        store: path at which the holder may write its page store.
+        weights_update: path of a file with arrays that replace some of the model's weights; "" for none.
+        sample: path of a file with the self-test's inputs; "" if they are generated.
+        tolerance: the largest allowed difference between two answers to the self-test (`selftest.difference`).
     """
 
     model: str
@@ -53,17 +54,20 @@ class ModelInputs(NamedTuple):
 
     @property
     def answers_path(self) -> str:
-        """The path where the holder stores its answers for workers, whose own may differ within the tolerance."""
+        """The path at which the holder stores its answers to the self-test.
+
+        If there is a tolerance, workers compare their answers with these.
+        """
         return f"{self.store}.answers"
 
 
 class BuiltModel(NamedTuple):
-    """Properties of a model that a holder has built.
+    """The findings of a holder about the model that it has built.
 
     Attributes:
-        reference: the self-test, without its answers.
-        row_support: the properties of the model's rows; None if the daemon did not ask for them.
-        first_case: the shape that each worker computes first; {}: none.
+        reference: the run of the self-test, without the answers.
+        row_support: how the model supports rows; None if the configuration disables batching.
+        first_case: the shape of each worker's first predict; {} if the first predict may have any shape.
     """
 
     reference: selftest.SelfTestRun
@@ -72,12 +76,13 @@ class BuiltModel(NamedTuple):
 
 
 class ModelBuilder:
-    """Builds the model of one engine, and runs the inputs whose answers are compared.
+    """Builds the model of one engine, and runs the self-test and other inputs whose answers are compared.
 
     Args:
-        engine: the engine. It has not built the model, unless it is inherited from a template.
-        model_inputs: the files to load.
-        announce: reports to the daemon the cases that run next, which may crash this process, and the failed cases.
+        engine: the engine. It has already built the model if it is inherited from a template.
+        model_inputs: the files of the model.
+        announce: function that announces the shapes of the next predict to the daemon, because this predict may crash
+            the process, and reports the shapes on which the model does not run.
     """
 
     def __init__(self, engine: Engine, model_inputs: ModelInputs, announce: search.AnnounceCases) -> None:
@@ -86,21 +91,21 @@ class ModelBuilder:
         self._inputs = model_inputs
         self._tolerance = model_inputs.tolerance
         self._announce_cases = announce
-        # The cases that the model is known not to run.
+        # The cases on which the model does not run.
         self._failed_cases: SelfTestCases = ()
 
     def build_holder(self, order: Build) -> BuiltModel:
-        """Build the model and find out what its workers have to know.
+        """Build the model of a holder, and examine it for the workers.
 
         Raises:
-            BuildError: the engine rejects the model, or the configured self-test cannot be run.
+            BuildError: the engine rejects the model, or the model does not run on the configured self-test.
         """
         engine = self._engine
         build = functools.partial(self._build, pids=order.engine_pids)
         build()
         check_signature(engine.signature)
         self.load_sample()
-        # During the search, each answer has to come from a model that has computed no other shape.
+        # During the search, build the model again for each shape, so that no answer depends on an earlier shape.
         engine.should_rebuild_per_shape = engine.is_limited_by_first_shape
         reference = search.find_selftest(
             engine, order, build, self._announce, sample=self.sample, tolerance=self._tolerance
@@ -114,21 +119,21 @@ class ModelBuilder:
         if first_case and row_support is not None and not _can_batch(row_support, order.exact):
             first_case = self._largest_case(reference.cases, 1)
         if engine.was_rebuilt_larger:
-            # The holder's memory is shared as it is, so build anew with only the buffers that each worker needs.
+            # All memory of the holder is shared. So build the model again, to free the large buffers of the tests.
             build()
             first_case = self._compute_first(first_case, build)
-        # Without the answers, which would take memory: all memory of this process is shared as if it were weights.
+        # Drop the answers: all memory of this process is shared as if it were weights, and workers do not need them.
         return BuiltModel(reference._replace(answers=()), row_support, first_case)
 
     def build_worker(self, order: Attach) -> None:
-        """Build the model on the holder's handle, and compute the same first shape as the holder."""
+        """Build the model of a worker for the holder's handle, and run the same first predict as the holder."""
         build = functools.partial(self._build, handle=order.handle)
         build()
         self.load_sample()
         self._compute_first(order.first_shapes or {}, build)
 
     def load_sample(self) -> None:
-        """Read the configured self-test inputs, if any. The model has to be built."""
+        """Read the configured inputs of the self-test, if any. The model must have been built before."""
         if self._inputs.sample:
             self.sample = sample.load(self._inputs.sample, self._engine.signature)
 
@@ -137,9 +142,9 @@ class ModelBuilder:
         return selftest.run(self._engine, cases, self.sample)
 
     def prefer_holder_answers(self, answer: selftest.SelfTestRun) -> selftest.SelfTestRun:
-        """Return the holder's answers if `answer` is within the tolerance of them, else `answer`.
+        """Return the run against which this process is checked later.
 
-        The process is then checked against the returned run.
+        It has the holder's answers if `answer` differs from them by at most the tolerance. Otherwise it is `answer`.
         """
         if not self._tolerance or not Path(self._inputs.answers_path).exists():
             return answer
@@ -147,7 +152,10 @@ class ModelBuilder:
         return holder_answers if selftest.difference(holder_answers, answer) <= self._tolerance else answer
 
     def has_row_difference(self, order: Attach) -> bool:
-        """Return whether this process answers many rows differently than the holder; False if that is not known."""
+        """Return whether this process gives another answer than the holder to a predict of many rows.
+
+        The result is False if the holder has not run such a predict.
+        """
         found = order.row_support
         if found is None or not found.batch_digest:
             return False
@@ -177,15 +185,15 @@ class ModelBuilder:
     def _find_shapes(
         self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
     ) -> Tuple[bool, SelfTestCase]:
-        """Return whether answers depend on the shapes computed before, and the shape that each worker computes first.
+        """Return whether answers depend on earlier shapes, and the shape of each worker's first predict.
 
-        They do if an answer differs after a larger shape. In that case, and if the model has only one shape, the first
-        shape is {}.
+        Answers depend on earlier shapes if an answer changes after a predict of a larger shape. In this case, and if
+        the model has only one shape, the shape of the first predict is {}.
 
         Args:
             order: the daemon's build order.
-            reference: the self-test. Each of its answers comes from a model that has computed no other shape.
-            rebuild: builds the model anew.
+            reference: the run of the self-test, in which each shape was the first one of a newly built model.
+            rebuild: function that builds the model again.
         """
         engine, self._failed_cases = self._engine, self._failed_cases or order.failed_cases
         largest_case = self._largest_case(reference.cases, order.max_rows)
@@ -217,9 +225,10 @@ class ModelBuilder:
     def _run_extra_case(
         self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
     ) -> Optional[selftest.SelfTestRun]:
-        """Run a further shape, if there is one, on a new model: it shows more than the shapes of the self-test do.
+        """Run a further shape on a newly built model, which may reveal a dependency that the self-test does not show.
 
-        The shape lies between the two that the search has found. If it has found only one, the shape is half the first.
+        The shape is the mean of the two shapes that the search has found, or half of a single shape. The result is None
+        if this shape was already used, or if the model does not run on it.
         """
         signature = self._engine.signature
         case = (
@@ -239,12 +248,14 @@ class ModelBuilder:
             self._announce((), self._failed_cases)
 
     def _run_resized(self, case: SelfTestCase) -> selftest.SelfTestRun:
-        """Run a shape other than the sample's, with the sample's values repeated."""
+        """Run the model on inputs with the shapes in `case`. Values of the sample are repeated to fill them."""
         engine = self._engine
         return selftest.from_answers((case,), [engine.predict(search.make_inputs(engine.signature, case, self.sample))])
 
     def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
-        """Return the largest shape that is known to be needed, or {} if there is only one shape.
+        """Return the largest known shape of requests: the configured maximum, or else the largest of these cases.
+
+        The result is {} if that is the shape of all cases.
 
         Raises:
             BuildError: the configured `max_shape` does not fit this model.
@@ -258,13 +269,13 @@ class ModelBuilder:
         return case if any(case != each for each in cases) else {}
 
     def _compute_first(self, case: SelfTestCase, rebuild: Callable[[], None]) -> SelfTestCase:
-        """Compute this shape first, so that a shape that it covers does not cause another build later.
+        """Run the first predict of the built model with a large shape, so that smaller shapes cause no build later.
 
         Return the shape, or {} if the model does not run on it.
 
         Args:
-            case: the shape of each input; {}: compute none.
-            rebuild: builds the model anew, after a failure.
+            case: the shape of each input; {} to run no predict.
+            rebuild: function that builds the model again after a failed predict.
 
         Raises:
             BuildError: the model does not run on the configured `max_shape`.
@@ -303,7 +314,12 @@ class ModelBuilder:
 
 
 def _can_batch(row_support: RowSupport, is_exact: bool) -> bool:
-    """Return whether requests may share a predict, given the properties of the model's rows."""
+    """Return whether requests may share a predict, according to the row test.
+
+    Args:
+        row_support: the result of the row test.
+        is_exact: whether batched answers must equal answers alone, bit for bit.
+    """
     return bool(row_support.inputs) and (row_support.is_equal or not is_exact)
 
 
@@ -311,16 +327,17 @@ def load_weights(path: str) -> Arrays:
     """Return the arrays of an .npz file.
 
     Raises:
-        BuildError: the file is not an .npz of plain arrays, or has none; the text names the file.
+        BuildError: the file is not an .npz of plain arrays, or contains no array. The text names the file.
     """
     try:
-        # Without allow_pickle, numpy does not unpickle objects, which could run any code.
+        # Forbid pickled objects in the file, because unpickling them could run any code.
         with np.load(path, allow_pickle=False) as file:
             arrays: Dict[str, Any] = {name: file[name] for name in file.files}
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}") from None
     except (ValueError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        # np.load returns a plain array for an .npy, which has neither a context manager nor `files`.
+        # Some of these exceptions are raised for an .npy file: np.load returns a plain array for it, which is no
+        # context manager and has no attribute `files`.
         raise BuildError(f"{path}: expected an .npz of plain arrays: {_describe_problem(path, str(error))}") from None
     if not arrays:
         raise BuildError(f"{path}: expected at least one array, got none")
@@ -328,7 +345,10 @@ def load_weights(path: str) -> Arrays:
 
 
 def _describe_problem(path: str, message: str) -> str:
-    """Describe the defect of the file; numpy's own message would only advise to load pickles."""
+    """Return why a file is not an .npz of plain arrays.
+
+    numpy's own message about Python objects is replaced, because it advises to load pickles, which is unsafe.
+    """
     if not zipfile.is_zipfile(path):
         return "the file is of another kind or damaged"
     return "the file contains Python objects" if "allow_pickle" in message else message

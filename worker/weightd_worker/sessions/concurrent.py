@@ -1,10 +1,14 @@
 """Session of a worker whose engine runs several predicts at once.
 
-One thread executes the orders, as in any session (`model`), but a `PredictThreads` runs the predicts. They begin in
-order of arrival, and each is answered as soon as it ends. Any other order waits until all predicts before it have been
-answered, and the orders after it wait for it: so no memory is unmapped while a predict may use it, and a worker replies
-before it stops. After a predict that corrupts the model no other begins, and when the running ones have ended, the
-process reports that it exits, and sends nothing more.
+One thread executes the daemon's orders, as in any session (`model`), but the thread pool `PredictThreads` runs the
+predicts. Predicts begin in the order of arrival, and each result is sent as soon as the predict ends.
+
+Any other order is executed only after the results of all earlier predicts have been sent, and later predicts begin only
+after this order. So no shared memory is unmapped while a predict may use it, and a worker sends all results before it
+stops.
+
+After a predict has corrupted the model, no other predict begins. When all running predicts have ended, the process
+reports that it exits, and sends nothing more.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _READ_BYTES = 4096
 
 
 class ConcurrentSession(WorkerSession):
-    """Serves one engine over one connection, with up to `engine.concurrency` predicts at once.
+    """Session of a worker that runs up to `engine.concurrency` predicts at once.
 
     See `WorkerSession` for the arguments.
     """
@@ -48,13 +52,13 @@ class ConcurrentSession(WorkerSession):
         self._threads = PredictThreads(engine.concurrency)
         predictor = Predictor(cast(Engine, UnlockedEngine(engine, self._threads)), self._threads.report)
         super().__init__(connection, engine, model_inputs, predictor=predictor, **settings)
-        # Failures that end the process. They are sent when no predict runs any more.
+        # Replies to requests whose failure makes this process exit. They are sent when all predicts have ended.
         self._fatal_failures: List[PredictFailed] = []
         self._is_failure_undelivered = False
         connection.watch(self._threads.descriptor)
 
     def run(self, sha256: str) -> int:
-        """Execute orders as `Session.run` does, and report a fatal failure before the process exits."""
+        """Execute orders as `Session.run` does. After a fatal failure of a predict, wait for the daemon's Stop."""
         status = super().run(sha256)
         if self._threads.exit_status == exit_codes.OK:
             return status
@@ -64,7 +68,10 @@ class ConcurrentSession(WorkerSession):
         return self._status
 
     def _next_order(self) -> Entry:
-        """Submit queued predicts to the threads, and return the next other order, or Stop after a fatal failure."""
+        """Pass queued predicts to the threads until another order is next, and return this order.
+
+        After a fatal failure, return Stop when all predicts have ended.
+        """
         if self._status != exit_codes.OK:
             return super()._next_order()
         while True:
@@ -72,7 +79,7 @@ class ConcurrentSession(WorkerSession):
             if self._threads.exit_status != exit_codes.OK and self._threads.is_idle:
                 return _STOP
             self._reshare_weights()
-            # Received messages are read first, so that a CancelPredict overtakes its Predict.
+            # Read all received messages first, so that a CancelPredict takes effect before its Predict begins.
             can_go_on = self._can_run_next()
             messages = self._connection.receive(0 if can_go_on else self._idle_timeout_s)
             if messages:
@@ -93,14 +100,20 @@ class ConcurrentSession(WorkerSession):
                     return order, tensors
 
     def _on_idle(self) -> None:
-        """Handle a timeout. When the process exits, drain the pipe, which may wake this thread after all results."""
+        """Called when no message has arrived for a while, or when the pipe of the threads is readable.
+
+        While the process exits, only drain the pipe, so that it does not wake this thread again.
+        """
         if self._status == exit_codes.OK:
             super()._on_idle()
         else:
             self._threads.take_results()
 
     def _reshare_weights(self) -> None:
-        """Share the weights of a rebuilt model once no predict runs. No predict begins before that."""
+        """Share the weights of a model that was built again, if no predict is running.
+
+        Until the weights are shared, no further predict begins (`_can_run_next`).
+        """
         if self._engine.has_unshared_weights and self._threads.is_idle:
             self._engine.reshare_weights()
 
@@ -113,7 +126,7 @@ class ConcurrentSession(WorkerSession):
         return self._threads.is_idle
 
     def _is_idle(self) -> bool:
-        """Return whether no predict runs and no order waits."""
+        """Return whether no predict is running and no order is queued."""
         return self._threads.is_idle and not self._inbox
 
     def _send_results(self) -> None:
@@ -127,7 +140,8 @@ class ConcurrentSession(WorkerSession):
         if replies:
             self._reply(*replies)
         if self._threads.is_idle and self._fatal_failures:
-            # The daemon removes the slot of this process when it reads `is_exiting`, so only the last reply sets it.
+            # Set `is_exiting` only in the last reply, because the daemon removes the slot of this process when it reads
+            # `is_exiting`.
             for failed in self._fatal_failures[:-1]:
                 self._reply((dataclasses.replace(failed, is_exiting=False), ()))
             self._reply((self._fatal_failures.pop(), ()))
@@ -136,11 +150,14 @@ class ConcurrentSession(WorkerSession):
             self._do_housekeeping()
 
     def _on_reconnect(self) -> None:
-        """Drop the requests and regions of the daemon before, and report to the new one when no predict runs."""
+        """Wait until no predict is running, drop the previous daemon's requests and regions, and report to the new one.
+
+        After a fatal failure, do not report: the process exits.
+        """
         self._threads.wait_idle()
         self._fatal_failures.clear()
         if self._threads.exit_status != exit_codes.OK:
-            # No daemon has received the failure. The exit of the process shows it.
+            # No daemon has received the failed replies. The new daemon will notice that this process exits.
             self._is_failure_undelivered = True
             return
         pending, self._inbox = self._inbox, Inbox()
@@ -153,17 +170,17 @@ class ConcurrentSession(WorkerSession):
 
 
 class PredictThreads:
-    """Thread pool for predicts. The thread that submits them also reads their results.
+    """Thread pool that runs predicts. The session's thread submits predicts and takes their results.
 
-    Only the engine computes in parallel. At all other times a thread holds the lock (`UnlockedEngine`), so the objects
-    that the threads share are safe without further locks.
+    Only the engine runs in parallel. The rest of a predict's code holds a lock, which `UnlockedEngine` releases around
+    the engine's predict. So the threads can share objects without further locks.
 
     Args:
-        thread_count: the number of threads. Each is started when it is first needed.
+        thread_count: the number of threads. Each thread is started when it is first needed.
 
     Attributes:
-        exit_status: the status with which the process has to exit, as a predict has returned it; else OK.
-        descriptor: readable when there are results.
+        exit_status: the exit status that a predict has returned because the process must exit; otherwise OK.
+        descriptor: a file descriptor that is readable when results can be taken.
     """
 
     def __init__(self, thread_count: int) -> None:
@@ -181,35 +198,36 @@ class PredictThreads:
 
     @property
     def has_free_thread(self) -> bool:
-        """Whether a submitted predict would begin at once. False after a fatal failure."""
+        """Whether a thread is free for another predict. Always False after a fatal failure."""
         return self._unfinished < self._max_threads and self.exit_status == exit_codes.OK
 
     @property
     def is_idle(self) -> bool:
-        """Whether every predict has ended and all results have been taken."""
+        """Whether all submitted predicts have ended and all their results have been taken."""
         return not self._unfinished
 
     def submit(self, predict: Callable[[], int]) -> None:
-        """Run a predict in a free thread. Its return value may become `exit_status`."""
+        """Run a predict in a free thread. The predict returns OK, or an exit status if the process must exit."""
         self._unfinished += 1
         if self._unfinished > self._started_threads:
             self._started_threads += 1
-            # A daemon thread, so that the exit of the process does not wait for it.
+            # Start a daemon thread, so that the interpreter does not wait for it when the process exits.
             threading.Thread(target=self._run_thread, daemon=True).start()
         self._queue.put(predict)
 
     def report(self, *results: Reply) -> None:
-        """Post results of the predict that runs in this thread."""
+        """Pass results of the predict that runs in the calling thread to the session's thread."""
         for each in results:
             self._post(each)
 
     def take_results(self) -> List[Reply]:
-        """Return the results posted since the last call.
+        """Return the results that predicts have passed to `report` since the last call.
 
         Raises:
-            BaseException: a predict has raised it.
+            BaseException: an exception that a predict has raised.
         """
-        # The order matters: an event that is posted after the read wakes this thread again, or is taken below.
+        # Read the pipe before the events. Then an event that is added after the read either makes the pipe readable
+        # again, or is taken below.
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, _READ_BYTES)
         self._is_woken = False
@@ -226,11 +244,11 @@ class PredictThreads:
         return results
 
     def wait_idle(self) -> None:
-        """Wait until no predict runs, and drop the results."""
+        """Wait until all predicts have ended, and drop their results."""
         waiting = threading.Event()
         while not self.is_idle:
             self.take_results()
-            # The results are dropped, so a short delay does not matter.
+            # A short delay between two checks does not matter, because the results are dropped.
             waiting.wait(0.001)
 
     def _run_thread(self) -> None:
@@ -243,7 +261,7 @@ class PredictThreads:
                     status = predict()
             except BaseException as raised:  # noqa: BLE001 - take_results raises it in the session's thread
                 error = raised
-            # The predict refers to tensors, and the next one may be long in coming.
+            # Free the tensors of this predict now, because it may take long until the next predict arrives.
             del predict
             self._post(None, status, error)
 
@@ -257,7 +275,7 @@ class PredictThreads:
 
 
 class UnlockedEngine:
-    """Engine that releases the threads' lock while it computes."""
+    """Wrapper of an engine that releases the lock of the `PredictThreads` while the engine runs a predict."""
 
     def __init__(self, engine: Engine, threads: PredictThreads) -> None:
         self._engine = engine
@@ -267,7 +285,7 @@ class UnlockedEngine:
         return getattr(self._engine, name)
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model. In one of the threads, release the lock meanwhile."""
+        """Run the model. If one of the pool's threads calls this method, release the lock meanwhile."""
         if threading.get_ident() not in self._threads.thread_ids:
             return self._engine.predict(inputs)
         self._threads.lock.release()

@@ -1,7 +1,7 @@
-"""Sessions of processes that join a group, run the self-test with it, and then serve requests.
+"""Sessions of processes that join a model group or a rank group, run the self-test, and then serve requests.
 
-`MultiModelSession` serves the models of a model group, which share memory and run one predict after another. The
-session of a rank is in `rank`.
+`MultiModelSession` serves all models of a model group, which share memory in one process and run one predict after
+another. The session of a rank is in the module `rank`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,22 @@ from weightd_worker.sessions.base import Session, all_versions, check_signature
 
 
 class _SelfTestInputs(NamedTuple):
-    """The self-test of one model; without cases the model has none."""
+    """The self-test of one model.
+
+    Attributes:
+        cases: the shapes of the inputs; empty if the model has no self-test.
+        sample: the inputs; None if they are generated.
+    """
 
     cases: SelfTestCases
     sample: Optional[Arrays]
 
 
 class GroupSession(Session):
-    """Base class of the sessions of groups."""
+    """Base class of the sessions of model groups and of ranks."""
 
     _member_kind: ClassVar[str]
-    """The kind of this process, for error messages."""
+    """The kind of this process for error messages: "group" or "rank"."""
 
     def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, JoinGroup):
@@ -51,27 +56,28 @@ class GroupSession(Session):
         elif isinstance(order, RunSelfTest):
             self._run_selftest(order)
         elif isinstance(order, Ping):
-            # Do not run the self-test here: all ranks would have to run it.
+            # Unlike in other sessions, a ping does not run the self-test, because all ranks would have to run it
+            # together.
             self._send(Pong())
         elif not isinstance(order, TrimStore):
             raise RemoteProtocolError(f"type: expected an order for a {self._member_kind}, got {type_name(order)}")
 
     @abc.abstractmethod
     def _join_group(self) -> None:
-        """Do everything that precedes the first predict, and report the signature."""
+        """Join the group, build the model or models, and report the signatures to the daemon."""
 
     @abc.abstractmethod
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run the self-test, and report its result."""
+        """Run the self-test, and report the result to the daemon."""
 
 
 class MultiModelSession(GroupSession):
-    """Serves the models of a model group over one connection.
+    """Session of the process that serves all models of a model group.
 
     Args:
         connection: the connection to the daemon.
-        group: the model group, not yet built.
-        members: the launch arguments of each model.
+        group: the model group, whose models are not built yet.
+        members: the launch arguments of each model, in the order of the group.
     """
 
     _member_kind = "group"
@@ -100,7 +106,10 @@ class MultiModelSession(GroupSession):
         )
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run each self-test twice, with all others in between: the shared memory must not change an answer."""
+        """Run the self-tests of all models, then all of them again, and check that no answer has changed.
+
+        A changed answer would show that a model has overwritten shared memory that another model still needs.
+        """
         selftest_inputs = [
             _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
         ]
@@ -121,7 +130,10 @@ class MultiModelSession(GroupSession):
 
 
 class _ModelPredictors(RequestRunner):
-    """Runs each request on the predictor of the model that it names. The predictors share the clients' regions."""
+    """Runs each request on the predictor of the model that the request names.
+
+    All predictors share one table of clients' shared memory.
+    """
 
     def __init__(self, predictors: Sequence[Predictor], regions: RegionTable) -> None:
         super().__init__(regions)
@@ -144,7 +156,10 @@ class _ModelPredictors(RequestRunner):
 
 
 def _selftest_inputs_of(engine: Engine, member: launch_arguments.GroupMember) -> _SelfTestInputs:
-    """Return a model's self-test: its sample or, if all dimensions are fixed, a case with generated inputs."""
+    """Return a model's self-test: the configured sample, or generated inputs if all dimensions of the model are fixed.
+
+    Without a sample, a model with free dimensions has no self-test.
+    """
     signature = engine.signature
     if member.sample:
         arrays = sample.load(member.sample, signature)

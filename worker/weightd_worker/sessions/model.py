@@ -1,6 +1,6 @@
-"""Session of a holder or a worker: builds or attaches once, then serves requests until the daemon stops it.
+"""Session of a holder or a worker: builds or attaches once, then serves requests until the daemon stops the process.
 
-The daemon watches the process from outside: its pidfd shows that it is alive, and pings that it answers.
+The session does not supervise itself: the daemon notices by a pidfd when the process exits, and by pings when it hangs.
 """
 
 from __future__ import annotations
@@ -50,18 +50,26 @@ from weightd_worker.sessions.build import SHAPE_DEPENDENT, ModelBuilder, ModelIn
 _log = logging.getLogger("weightd.worker")
 _ROWS_DIFFER = "the answer of this process to many rows differs from the answer of the holder, which tested batching"
 
-# Seconds without messages after which the process keeps no free memory for the next predict.
+# Seconds without messages after which the process releases the free memory that it retains for the next predict.
 _IDLE_TIMEOUT_S = 10.0
 
-# Seconds without messages after which a worker repeats a kept batch. A request that arrives meanwhile has to wait.
+# Seconds without messages after which a worker compares a kept sample batch again (`batch_guard`). A request that
+# arrives during the comparison has to wait.
 _SHADOW_CHECK_DELAY_S = 0.1
 
-# An order that the session gives to itself after that time. Only its identity tells it apart from a daemon's order.
+# An order that the session puts into its own inbox to compare a sample batch. It is recognized by its identity (`is`),
+# so that it cannot be confused with a TrimStore order of the daemon.
 _SHADOW_CHECK = TrimStore()
 
 
 class ProcessOrigin(NamedTuple):
-    """How a process was made, and why in this way (see `Hello`), and the model that it inherits from a template."""
+    """How this process was started, as reported in `Hello`.
+
+    Attributes:
+        origin: "spawned", "forked" or "template".
+        note: why the process was not forked, or "".
+        inherited_model: the built model, if the process was forked from a template; otherwise None.
+    """
 
     origin: str
     note: str = ""
@@ -72,8 +80,8 @@ class SharingPlan(NamedTuple):
     """How a holder shares its model.
 
     Attributes:
-        sharer_count: the number of processes that will share it; 0: share whatever the number.
-        forker: forks workers, if the holder may be a template, which serves no requests.
+        sharer_count: the number of processes that will share the model; 0 to share it for any number of processes.
+        forker: forks workers from the holder, if the holder may become a template; otherwise None.
     """
 
     sharer_count: int = 0
@@ -85,15 +93,15 @@ _NOT_SHARED = SharingPlan()
 
 
 class WorkerSession(Session):
-    """Serves one engine over one connection.
+    """Session of a holder or a worker with one engine.
 
     Args:
         connection: the connection to the daemon.
-        engine: the engine. It has not built the model, unless it is inherited from a template.
-        model_inputs: the files to load.
-        origin: how this process was made.
+        engine: the engine. It has already built the model if it is inherited from a template.
+        model_inputs: the files of the model.
+        origin: how this process was started.
         sharing_plan: how a holder shares its model.
-        predictor: runs requests; None: a predictor that runs one after another in this thread.
+        predictor: runs the requests; None for a predictor that runs one request after another in this thread.
     """
 
     def __init__(
@@ -115,7 +123,7 @@ class WorkerSession(Session):
         self._tolerance = model_inputs.tolerance
         self._origin = origin
         self._sharing_plan = sharing_plan
-        # The model that forked workers inherit, once this process is a template.
+        # The built model that forked workers inherit; None if this process is not a template.
         self._template_model: Optional[InheritedModel] = None
         self._sha256 = ""
         self._handle = ""
@@ -132,14 +140,14 @@ class WorkerSession(Session):
         self._idle_timeout_s = _SHADOW_CHECK_DELAY_S if self._batch_guard.is_check_due else _IDLE_TIMEOUT_S
 
     def _on_idle(self) -> None:
-        """Queue the check of a kept batch or, if none is due, release memory."""
+        """Queue the comparison of a kept sample batch. If no sample batch is kept, release retained memory."""
         if self._batch_guard.is_check_due:
             self._inbox.put_back(_SHADOW_CHECK)
         else:
             self._release_idle_memory()
 
     def _release_idle_memory(self) -> None:
-        """Release the memory that was kept for the next predict. Until the next order, there is no further timeout."""
+        """Release the memory retained for the next predict, and disable the idle timeout until the next order."""
         nativelog.truncate_if_too_large()
         self._malloc_tuner.release_retained()
         self._next_housekeeping_at = 0.0
@@ -166,13 +174,17 @@ class WorkerSession(Session):
             self._trim_store(order)
 
     def _build(self, order: Build) -> None:
-        """Build the model, find the self-test, share the weights, and check that the answers are still the same."""
+        """Build the model, find its self-test and share its weights. Then check that the self-test's answers are equal.
+
+        Raises:
+            BuildError: the model cannot be built, or sharing the weights has changed an answer.
+        """
         engine, builder = self._engine, self._builder
         bytes_before = private_bytes()
         reference, row_support, first_case = builder.build_holder(order)
         engine.release_cached_memory()
         shared_weights = self._share_weights(reference, bytes_before)
-        if self._template_model is None:  # otherwise `freeze_memory` has dropped them
+        if self._template_model is None:  # in a template, `freeze_memory` has already dropped them
             drop_unchanged_pages()
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
@@ -204,10 +216,10 @@ class WorkerSession(Session):
         )
 
     def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
-        """Share the built model by forks if possible, else as the engine does.
+        """Share the built model: as a template from which workers are forked if possible, otherwise by the engine.
 
-        A model without a repeatable self-test, or that draws random numbers, is not shared by forks: all forked
-        processes would draw the same numbers.
+        The process becomes no template if the model has no repeatable self-test or draws random numbers, because all
+        forked workers would draw the same numbers.
         """
         forker = self._sharing_plan.forker if reference.digest and not self._engine.is_stochastic else None
         reason = forker.cannot_fork_reason() if forker is not None else ""
@@ -240,7 +252,7 @@ class WorkerSession(Session):
         return self._connection.send(encode(forked))
 
     def _allow(self, order: AllowAttach) -> None:
-        """Let more processes attach. A failure is only reported: the attached processes are not affected."""
+        """Allow more processes to attach. A failure is reported to the daemon, but does not end this process."""
         reason = ""
         try:
             self._engine.sharing.allow(order.engine_pids)
@@ -249,16 +261,17 @@ class WorkerSession(Session):
         self._send(AttachAllowed(reason))
 
     def _attach(self, order: Attach) -> None:
-        """Build the model as the holder did before it exported, attach to the weights, and report the digest.
+        """Build the model in the same way as the holder, attach to the weights, and run the self-test.
 
-        A worker that was forked from a template has the built model, and only runs the self-test.
+        A worker that was forked from a template has inherited the built model, and only runs the self-test.
         """
         engine, builder, inherited_model = self._engine, self._builder, self._origin.inherited_model
         engine.should_rebuild_per_shape = order.rebuilds_per_shape
         if inherited_model is None:
             builder.build_worker(order)
             answer_before = builder.run_selftest(order.selftest_cases)
-            # Without shared weights, a second run would only show that the answers repeat.
+            # Run the self-test again after attaching to shared weights. Without them, a second run is needed only if it
+            # is not known whether the model repeats its answers.
             needs_second_run = bool(order.handle) or not order.selftest_digest
             if needs_second_run:
                 engine.release_cached_memory()
@@ -275,11 +288,11 @@ class WorkerSession(Session):
             engine, reference if is_repeatable else reference._replace(digest=""), builder.sample, self._tolerance
         )
         self._configure_batching(order)
-        # A worker that was forked from a template has the holder's memory, so its answers to many rows are the same.
+        # A worker that was forked from a template has the same memory as the holder and need not be compared with it.
         has_row_difference = inherited_model is None and builder.has_row_difference(order)
         digest = reference.digest
-        # The self-test's memory is released before this process counts as ready. The baseline of the retained memory is
-        # taken first, and so includes it, because a predict takes as much.
+        # Take the baseline of retained memory first, so that it includes the memory of the self-test, because a predict
+        # needs as much. Then release this memory before the process reports that it is ready.
         self._malloc_tuner.retain_freed_memory()
         del answer_before, answer, reference
         self._malloc_tuner.release_retained()
@@ -290,7 +303,7 @@ class WorkerSession(Session):
 
     def _configure_batching(self, order: Attach) -> None:
         found = order.row_support
-        # The holder's comparisons hold for this process only if its answers are known to be the same.
+        # Use the holder's row test only if this process is known to give the same answers as the holder.
         is_known = found is not None and (found.batch_digest or self._origin.inherited_model is not None)
         self._batch_guard.configure(
             order.max_rows,
@@ -302,7 +315,11 @@ class WorkerSession(Session):
         )
 
     def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
-        """Announce the cases that run next, which may crash this process, and wait for the daemon's reply."""
+        """Announce the shapes of the next predict, which may crash this process, and wait for the daemon's reply.
+
+        Raises:
+            BuildError: the daemon has sent another order instead of its reply, such as Stop.
+        """
         self._send(AnnounceSelfTest(cases, failed_cases))
         if cases:
             order, _ = self._next_order()

@@ -1,7 +1,8 @@
-"""Processes of a rank group, which run each request in lock-step: the ranks, and the broker through which they connect.
+"""Processes of a rank group: the ranks, which run each request together, and the broker through which they connect.
 
-An answer is right only if all ranks have run the same requests in the same order, and no library detects it if they
-have not. So a rank runs nothing but the daemon's requests, and exits as soon as it finds itself out of step.
+An answer is correct only if all ranks have run the same requests in the same order. If they have not, no library
+detects this. So a rank runs only the requests that the daemon sends, and exits if the step of a request is not the next
+one.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ from weightd_worker.sessions.group import GroupSession
 
 _log = logging.getLogger("weightd.worker")
 NO_MODEL_DIGEST = "none"
-"""The digest in a broker's HELLO, because it has no model."""
+"""The digest in a broker's HELLO message, because a broker has no model."""
 
 RANK_LOST = 1
-"""Exit status of a broker whose ranks have not joined in time, or were lost."""
+"""Exit status of a broker if the ranks have not joined in time, or if a rank was lost."""
 
 
 class RankInputs(NamedTuple):
-    """The files that a rank loads, and how.
+    """The files that a rank loads, and its settings for them.
 
     Attributes:
-        model_path: path of its slice.
-        file_signature: the model's signature, as the slice's file gives it.
-        options: options of the engine.
-        selftest_path: path of an .npz with the self-test's inputs and their known answers.
-        tolerance: the largest allowed difference from the known answers.
+        model_path: path of the rank's slice.
+        file_signature: the model's signature, as stored in the file of the slice.
+        options: the options of the engine.
+        selftest_path: path of an .npz file with the self-test's inputs and known answers.
+        tolerance: the largest allowed difference from the known answers (`selftest.difference`).
     """
 
     model_path: str
@@ -65,13 +66,13 @@ class RankInputs(NamedTuple):
 
 
 class RankSession(GroupSession):
-    """Serves one rank over one connection.
+    """Session of one rank.
 
     Args:
         connection: the connection to the daemon.
-        engine: the engine, which has not joined the group yet.
-        rendezvous: the rank's place in its group.
-        rank_inputs: the files that it loads.
+        engine: the engine, which has not joined the rank group yet.
+        rendezvous: the number of the rank, and how it joins its group.
+        rank_inputs: the files that the rank loads.
     """
 
     _member_kind = "rank"
@@ -92,7 +93,7 @@ class RankSession(GroupSession):
         self._has_joined = False
 
     def run(self, sha256: str) -> int:
-        """Run the session as `Session.run` does; leave the group if it ends with status OK."""
+        """Run the session as `Session.run` does. If the exit status is OK, leave the rank group."""
         status = super().run(sha256)
         if status == exit_codes.OK and self._has_joined:
             self._engine.leave_group()
@@ -116,7 +117,11 @@ class RankSession(GroupSession):
         self._send(JoinedGroup(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run the self-test with the other ranks. The inputs depend on the order and the file, never on an answer."""
+        """Run the self-test together with the other ranks.
+
+        All ranks must run the same predicts. So the inputs depend only on the daemon's order and the file of the
+        self-test, and not on answers, which only some ranks have.
+        """
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
@@ -137,7 +142,8 @@ class RankSession(GroupSession):
             self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
         row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.max_rows > 1 else None
         if rendezvous.cores:
-            # All threads exist by now. If a core is no longer available, only speed is lost.
+            # Bind the process to its cores only now, when the library has started all its threads. If that fails, the
+            # rank is only slower.
             with contextlib.suppress(OSError):
                 set_cpu_affinity(parse_cpulist(rendezvous.cores))
         self._send(SelfTestDone(digest, (reference.case,), row_support, self._engine.memory()))
@@ -150,13 +156,14 @@ class RankSession(GroupSession):
 
 
 class RowShardedEngine:
-    """An engine whose ranks each answer with their share of the rows, so it takes only multiples of the rank count.
+    """Wrapper of a rank's engine for a model whose rows are divided among the ranks: each rank returns its part.
 
-    All ranks reject other inputs alike, before any has sent anything to the others.
+    The number of rows must be a multiple of the number of ranks. All ranks reject other inputs before they send data to
+    each other.
 
     Args:
         engine: the engine of a rank that has joined the group.
-        inputs: the names of the inputs that have these rows.
+        inputs: the names of the inputs whose rows are divided.
         rank_count: the number of ranks.
     """
 
@@ -166,7 +173,11 @@ class RowShardedEngine:
         self._rank_count = rank_count
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model, or raise RankRejected if the rows cannot be divided among the ranks."""
+        """Run the model together with the other ranks.
+
+        Raises:
+            RankRejected: the rows cannot be divided equally among the ranks.
+        """
         for name in self._sharded_inputs:
             rows = len(inputs[name])
             if rows % self._rank_count:
@@ -177,17 +188,18 @@ class RowShardedEngine:
 
 
 class LockstepRunner(Predictor):
-    """Runs requests on the engine of a rank.
+    """Runs requests on the engine of a rank, in the same steps as the other ranks.
 
-    It never repeats a request, nor runs the items of a batch one by one: the other ranks would not, and the next
-    collective operation would combine data of different requests. An error before the engine sends anything occurs in
-    all ranks alike, and only fails the request. Any other failure ends this process, and so the group.
+    Unlike its base class, it never repeats a request and never runs the requests of a batch one by one. The other ranks
+    would not do so, and the next collective operation would combine data of different requests. If the engine rejects a
+    request before it sends data, all ranks reject it, and only this request fails. After any other failure this process
+    exits, and the daemon stops the rank group.
 
     Args:
         engine: the engine of a rank that has joined the group.
-        reply: sends replies to the daemon.
-        report_failure: reports why this process exits, and returns its exit status.
-        is_replying: whether this rank sends the outputs. Otherwise it only confirms that it has run the request.
+        reply: function that sends replies to the daemon.
+        report_failure: function that reports to the daemon why this process exits, and returns the exit status.
+        is_replying: whether this rank sends outputs. If not, it only confirms that it has run a request.
     """
 
     def __init__(
@@ -198,11 +210,11 @@ class LockstepRunner(Predictor):
         self._is_replying = is_replying
 
     def shard_rows(self, inputs: Sequence[str], rank_count: int) -> None:
-        """Require a multiple of `rank_count` rows in these inputs from now on."""
+        """Reject requests from now on if the number of rows in `inputs` is not a multiple of `rank_count`."""
         self._engine = cast(Engine, RowShardedEngine(cast(RankEngine, self._engine), inputs, rank_count))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
-        """Run the next request; return the exit status or OK."""
+        """Run the next request. Return OK, or the exit status if the process must exit."""
         step_error = self._next_step_error([order])
         if step_error:
             return self._report_failure(step_error)
@@ -218,7 +230,7 @@ class LockstepRunner(Predictor):
         return exit_codes.OK
 
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
-        """Run the next requests in one predict; each of them is one step."""
+        """Run the next requests in one predict. Each request counts as one step."""
         step_error = self._next_step_error([order for order, _ in items])
         if step_error:
             return self._report_failure(step_error)
@@ -248,7 +260,7 @@ class LockstepRunner(Predictor):
         self._reply(*replies)
 
     def _next_step_error(self, orders: Sequence[Predict]) -> str:
-        """Check and count the steps of these requests; return the error, or "" if they are in sequence."""
+        """Check that these requests have the next steps, and count them. Return an error text, or "" if they have."""
         for order in orders:
             if order.step != self.step + 1:
                 return f"step: expected {self.step + 1}, got {order.step}"
@@ -260,14 +272,15 @@ class LockstepRunner(Predictor):
 
 
 def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
-    """Send HELLO, and run the broker when the daemon orders it; return the exit status.
+    """Send HELLO, and run the broker when the daemon sends the order. Return the exit status.
 
-    While the broker runs, it reads no messages: the library occupies this thread, and MindSpore's also holds the GIL,
-    so that no other thread runs either. The broker ends when the ranks have left, or by a signal.
+    While the broker runs, this process reads no messages: the library occupies the only thread. With MindSpore, another
+    thread could not read them either, because the library holds the GIL. The broker ends when all ranks have left the
+    group, or by a signal.
 
     Args:
         connection: the connection to the daemon.
-        serve: runs the broker until the ranks have left.
+        serve: function that runs the broker until all ranks have left.
     """
     connection.send(encode(Hello(str(os.getpid()), NO_MODEL_DIGEST, all_versions({}), NotShared.traits)))
     decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -289,7 +302,10 @@ def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
 
 
 def _serve_ranks(serve: Callable[[], None]) -> int:
-    """Run the broker; return RANK_LOST, as the library's own broker does, if a rank was lost. The log has the cause."""
+    """Run the broker and return the exit status: RANK_LOST if a rank was lost. The log contains the cause.
+
+    The library itself ends a broker with the same status.
+    """
     try:
         serve()
     except EngineMissing as error:

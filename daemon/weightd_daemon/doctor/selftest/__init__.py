@@ -1,1 +1,1 @@
-"""Self-test with real workers, driven through their protocol without a daemon. Imports neither `host` nor checks."""
+"""Self-test that exchanges messages with real workers, without a daemon. Imports neither `host` nor the checks."""

@@ -1,7 +1,8 @@
-"""`weightd check --load`: loads each model in processes like the daemon's, one after another, and frees it again.
+"""`weightd check --load`: loads one model after another in processes like the daemon's, and frees each again.
 
-A holder builds the model, runs the self-test and exports the weights, as at a start. On a card, a worker attaches, too,
-because the attach can fail although the build succeeds. On the CPU a worker would only repeat the holder's steps.
+As when the daemon starts, a holder builds the model, runs the self-test and exports the weights. On a card, a worker
+also attaches to the weights, because this can fail although the build succeeds. On the CPU a worker would only repeat
+the holder's steps.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
-    """Return the error, "" on success, and a description of the loaded model."""
+    """Load a model; return the error ("" on success) and a description of the loaded model."""
     prefix = f"weightd-check-{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES_DIRECTORY) as store:
         program = WorkerProgram(

@@ -1,4 +1,4 @@
-"""Real workers for a self-test: starts them, exchanges messages with a timeout for each step, and cleans up."""
+"""Starts real workers for a self-test, exchanges messages with them within a timeout for each step, and cleans up."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ MessageT = TypeVar("MessageT", bound=ChildMessage)
 
 _log = logging.getLogger("weightd.doctor")
 
-# Time to exit after SIGKILL. A process that takes longer is blocked in the kernel, and no signal can end it.
+# Seconds to wait for a child to exit after SIGKILL. A child that takes longer is blocked in the kernel.
 _KILL_TIMEOUT_S = 10.0
 
-# Time for the last message of a process to arrive after its exit.
+# Milliseconds to wait, after a child's exit, for the child's last message.
 _LAST_MESSAGE_TIMEOUT_MS = 200
 
 
 class ChildError(Exception):
-    """A child did not do what it was asked. The text names the child, the step and the reason.
+    """A child has failed in a step. The text names the child, the step and the reason.
 
     ChildError
     ├── ChildRejected        the child reported a failure
@@ -88,24 +88,25 @@ class ProtocolViolation(ChildError):
 
 
 class ChildReply(NamedTuple):
-    """A message and its tensor frames."""
+    """A child's message and the frames with its tensors."""
 
     message: ChildMessage
     frames: Sequence[Any]
 
 
 class SelfTestProcesses:
-    """The children of one self-test, by name; at the end of the block, all are killed and reaped.
+    """The child processes of one self-test, by name. The end of the `with` block kills and reaps all children.
 
     Args:
-        program: the program that each child runs.
+        program: the worker program that each child runs.
         step_timeout_s: the timeout of each step in seconds.
         prefix: the prefix of the directory for the socket.
-        directory: for the logs, and for the page store if the model runs on the CPU. Default: the socket's directory.
+        directory: the directory for the logs and, for a model on the CPU, the page store. Default: the socket's
+            directory.
 
     Attributes:
         address: the address to which the children connect within the block.
-        survivors: the pids of processes that did not exit after SIGKILL; known after the block.
+        survivors: the pids of children that did not exit after SIGKILL; complete after the block.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class SelfTestProcesses:
         self.survivors: list[int] = []
 
     def __enter__(self) -> SelfTestProcesses:
-        # Not in TMPDIR: the path of a socket may have at most 107 bytes.
+        # TMPDIR is not used, because its path may be too long: the path of a socket may have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._files = GenerationFiles(self._files_directory or self._directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -157,7 +158,7 @@ class SelfTestProcesses:
             raise ChildExited(f"{name}: {cause}") from None
 
     def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
-        """Send an order. If the child has exited, the next `wait_for` reports it."""
+        """Send an order to a child. If the child has exited, the next `wait_for` raises an error."""
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def wait_for(
@@ -167,10 +168,10 @@ class SelfTestProcesses:
         step: str,
         on_announce_selftest: Callable[[AnnounceSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
-        """Wait for the child's next message, which must be a `message_type`, and report self-tests that precede it.
+        """Wait for a child's next message, which must be a `message_type`; let announced self-tests run before.
 
         Raises:
-            ChildError: the child sends another message, or none in time; the text names the child and the step.
+            ChildError: the child sent another message, or no message in time; the text names the child and the step.
         """
         _log.info("%s: %s", name, step)
         message, frames = self._next_message(name, step)
@@ -189,7 +190,7 @@ class SelfTestProcesses:
         raise ProtocolViolation(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
 
     def kill(self, name: str) -> None:
-        """Kill a child, if it runs, and wait until the kernel has freed its resources."""
+        """Kill a child, if it is running, and wait until the kernel has freed the child's resources."""
         if name in self._processes:
             processes.kill(self._processes[name])
             self._reap(name)
@@ -205,7 +206,7 @@ class SelfTestProcesses:
         while not self._received[name]:
             events = dict(poller.poll(math.ceil(event_loop.clamp_wait(deadline - event_loop.now()) * 1000)))
             if process.pidfd in events:
-                # The last message of the child counts, and may still be on its way through libzmq.
+                # The child's last message may still be on its way through libzmq. It has precedence over the exit.
                 self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
             self._receive_messages(step)
             if not self._received[name] and process.pidfd in events:
@@ -226,7 +227,7 @@ class SelfTestProcesses:
             process = self._processes.get(name)
             pid = peer_pid(received.identity)
             if process is None or pid not in (None, process.pid):
-                continue  # the peer is not one of the children
+                continue  # the message is from another process, not from a child
             try:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:

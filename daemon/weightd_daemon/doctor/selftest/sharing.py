@@ -1,9 +1,9 @@
-"""Self-test of weight sharing: real workers share weights, and operations that must be refused are tried.
+"""Self-test of weight sharing on a card: real workers share weights, and try operations that the driver must refuse.
 
 The self-test runs `python -m weightd_worker` and sends it the same messages as the daemon. A separate test program
-would show what the library can do; this shows what weightd can do with the library, including its engine, its self-test
-and its evaluation of the native log. The parts that only the daemon has (snapshot, restarts, queue) do not use the
-card.
+would show only what MindSpore Lite can do. This self-test shows what weightd can do with the library, including
+weightd's engine code, self-test and evaluation of the native log. Snapshots, restarts and queues, which only the daemon
+has, are left out, because they do not use the card.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _log = logging.getLogger("weightd.doctor")
 
 HOLDER = "holder"
 WORKER = "worker"
-LATE_WORKER = "late worker"  # on the list at the build; attaches after the holder has exited
+LATE_WORKER = "late worker"  # on the list of pids at the build; attaches after the holder has exited
 NEW_WORKER = "new worker"  # starts after the build
-UNLISTED_WORKER = "unlisted worker"  # never on the list
+UNLISTED_WORKER = "unlisted worker"  # never on the list of pids
 PRIVATE_WORKER = "private worker"  # builds its own copy of the weights
 
 BUILD = "sharing: build"
@@ -63,15 +63,15 @@ LATER_WORKER = "sharing: later worker"
 UNLISTED = "sharing: unlisted worker"
 HOLDER_EXIT = "sharing: holder exit"
 CHECK_NAMES = (BUILD, ATTACH, ANSWER, MEMORY, LATER_WORKER, UNLISTED, HOLDER_EXIT)
-"""The checks of the self-test, in the order of its steps."""
+"""The names of the self-test's checks, in the order of its steps."""
 
 _SPARES_ADVICE = "weightd replaces lost workers only by spares and new generations: set spares for each device"
 _MODEL_ADVICE = "to test sharing between real processes, run weightd doctor --model FILE.mindir"
 
-# Part of the library's error text when the driver refuses an import.
+# Part of MindSpore Lite's error text when the driver refuses to import shared memory.
 _IMPORT_ERROR = "import from shareable handle"
 
-# Parts of the native log, and the advice for each.
+# Texts in the native log that identify an error, and the advice for each error.
 _ADVICE_BY_ERROR = (
     ("207001", "the device is out of memory: free some, or use a smaller model (see the line device memory)"),
     ("open device", f"the device has {MAX_PROCESSES} processes and accepts no more, or does not exist (see processes)"),
@@ -93,14 +93,15 @@ _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascen
 
 
 AnswerFrames = tuple[bytes, ...]
-"""The digest of the self-test's answer, or the outputs of a predict, one frame for each output."""
+"""A worker's answer: the digest of its outputs in the self-test, or the outputs of a predict, one frame for each."""
 
 
 def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], report: InterpreterReport) -> Findings:
-    """Share the weights of the model that the command line names, and return a verdict on each step."""
+    """Run the self-test with the model that the command line names; return the verdict of each check."""
     if not options.model:
         return {"sharing": untestable("not tested", _MODEL_ADVICE)}
-    # For any other problem, the worker's own error text is better than a guess.
+    # Of the report's errors, only a missing library prevents the test. For others, the worker's own error text says
+    # more.
     if report.error("library"):
         return not_run("the library cannot be imported")
     try:
@@ -124,15 +125,15 @@ def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], r
 
 
 def not_run(reason: str) -> Findings:
-    """Return the verdicts of all checks if the self-test could not start."""
+    """Return the verdicts of all checks for a self-test that could not start."""
     return dict.fromkeys(CHECK_NAMES, _not_reached(reason))
 
 
 def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes_before: int | None) -> Findings:
-    """Run all steps that do not depend on a failed one; return a verdict on each.
+    """Run all steps that do not depend on a failed step; return the verdict of each check.
 
     Args:
-        children: runs the steps.
+        children: starts the processes and exchanges messages with them.
         selftest: the self-test of the model.
         free_bytes_before: the free memory of the device before the self-test; None if unknown.
     """
@@ -162,7 +163,7 @@ def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes
 def load_model(
     children: SelfTestProcesses, selftest: SelfTestSpec, *, should_attach: bool
 ) -> tuple[Built, Attached | None]:
-    """Run only the first steps: build in a holder and, if `should_attach`, attach a worker to the shared weights.
+    """Build a model in a holder and, if `should_attach`, attach a worker to the shared weights; run no further steps.
 
     Raises:
         ChildError: a step has failed.
@@ -179,7 +180,7 @@ def format_mib(size: int) -> str:
 
 def _check_answer(built: Built, attached: Attached) -> Verdict:
     if not built.selftest_digest:
-        # The same text as in `weightd serve`.
+        # `weightd serve` logs the same text.
         found = (
             f"no self-test: {built.selftest_note}: only a self-test shows that a worker computes with the right weights"
         )
@@ -193,7 +194,7 @@ def _check_answer(built: Built, attached: Attached) -> Verdict:
 def _check_memory(
     children: SelfTestProcesses, built: Built, attached: Attached, free_bytes_before: int | None
 ) -> Verdict:
-    """Check that the worker used less memory than the weights or, for a small model, less than a worker with a copy."""
+    """Check that the worker took less memory than the weights, or otherwise less than a worker with its own copy."""
     if built.device is None or attached.device is None:
         return untestable("the device's memory cannot be read", "compare npu-smi info before and after by hand")
     worker_bytes = built.device.free_bytes - attached.device.free_bytes
@@ -220,7 +221,7 @@ def _check_memory(
 
 
 def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
-    """Check that a process that started later can be added to the list and attach."""
+    """Check that a process that started after the build can be added to the list of pids, and can attach."""
     try:
         pids = _start_children(children, NEW_WORKER)
         children.send_order(HOLDER, AllowAttach((pids[NEW_WORKER],)))
@@ -245,7 +246,7 @@ def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
 
 
 def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict:
-    """Check that a process that is not on the list is refused."""
+    """Check that a process that is not on the list of pids cannot attach."""
     try:
         _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle)
     except (ChildExited, ChildTimedOut) as error:
@@ -264,7 +265,7 @@ def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict
 
 
 def _check_holder_exit(children: SelfTestProcesses, built: Built) -> Verdict:
-    """Report what an attached worker, and one that attaches later, can do after the holder has exited."""
+    """Report whether, after the holder's exit, an attached worker can continue and a listed worker can still attach."""
     try:
         answer_before = _get_answer(children, built)
     except ChildError as error:
@@ -291,7 +292,7 @@ def _check_same_answer(attached: Attached, built: Built, found: str) -> Verdict:
 
 
 def _check_survivors(pids: Sequence[int]) -> Findings:
-    """Return a failed check if a process did not exit after SIGKILL, which means that it waits in the driver."""
+    """Return a failed check if processes did not exit after SIGKILL, because they hang in the driver."""
     if not pids:
         return {}
     found = f"processes {', '.join(map(str, pids))} have not exited after SIGKILL"
@@ -316,7 +317,7 @@ def _child_failed(error: ChildError) -> Verdict:
 
 
 def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
-    """Start children; return the process numbers that the driver has for them."""
+    """Start children; return the driver's process number of each child by name."""
     for name in names:
         children.start(name)
     hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
@@ -326,7 +327,7 @@ def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
 
 
 def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
-    """Build in the holder; if it crashes while it searches for self-test inputs, start another one, as `serve` does."""
+    """Build in a holder; if it crashes on self-test inputs, try others in a new holder, as `weightd serve` does."""
     search = SelfTestSearch(selftest)
     while True:
         children.send_order(HOLDER, search.build_message(pids))
@@ -357,12 +358,12 @@ def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, han
         children.send_order(name, Attach(handle, built.selftest_cases))
         return children.wait_for(name, Attached, "build with the handle" if handle else "build a private copy")[0]
     finally:
-        # Free the worker's memory and its place on the device before the next step.
+        # The next step needs the worker's memory, and its share of the device's process limit.
         children.kill(name)
 
 
 def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
-    """Return the worker's answer to the self-test, equal within the tolerance, or else to generated inputs."""
+    """Return the worker's answer to the self-test or, without a self-test, its outputs for generated inputs."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))
         return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
@@ -371,15 +372,16 @@ def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
     return tuple(bytes(memoryview(frame)) for frame in children.wait_for(WORKER, PredictResult, "predict")[1])
 
 
-# --- An input without numpy -------------------------------------------------------------------------------------
+# --- Inputs without numpy -------------------------------------------------------------------------------------
 
-# Different values, so that the weights matter; for integers 0 and 1, which are valid indices of every embedding.
+# Values of generated inputs. Floats differ, so that the outputs depend on the weights. Integers are 0 and 1, which are
+# valid indices of almost every embedding.
 _FLOAT_VALUES = (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875)
 _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 
 
 def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
-    """Return inputs for the model, in a shape that is known to work if the self-test has found one."""
+    """Return generated inputs with shapes of the self-test or, without one, with 1 for each variable dimension."""
     case = built.selftest_cases[0] if built.selftest_cases else {}
     specs = tuple(_tensor_spec(each, case) for each in built.inputs)
     return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]

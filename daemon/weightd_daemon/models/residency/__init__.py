@@ -1,1 +1,1 @@
-"""Which models are in memory: budgets, loads on demand and unloads."""
+"""Decides which models are in memory: budgets, loads on demand, and unloads."""

@@ -1,4 +1,4 @@
-"""The queue of models that requests want loaded."""
+"""The queue of on-demand models that have requests and wait until their load may start."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 
 class LoadQueue:
-    """Models that wait for their turn to load, and the models whose files are being read.
+    """The models that wait for their turn to load, and the models whose files are being read.
 
     Attributes:
-        max_starting: how many models' files may be read at the same time.
+        max_starting: the maximum number of models whose files may be read at the same time.
     """
 
     def __init__(self, max_starting: int) -> None:
         self.max_starting = max_starting
-        # The models, with the tenants whose requests want them, in the order of their requests.
+        # The waiting models in the order of their first requests, each with the tenant of that request.
         self._waiting: dict[str, str] = {}
         self._starting: set[str] = set()
 
@@ -26,23 +26,26 @@ class LoadQueue:
 
     @property
     def tenants(self) -> list[str]:
-        """The tenants of the waiting models, one for each model."""
+        """For each waiting model, the tenant whose request put the model into the queue."""
         return list(self._waiting.values())
 
     def put(self, model: str, tenant: str) -> None:
-        """Add a model that a request of a tenant wants."""
+        """Add a model for which a tenant has sent a request; a model that waits already keeps place and tenant."""
         self._waiting.setdefault(model, tenant)
 
     def take(self) -> Iterator[tuple[str, str]]:
-        """Remove and yield the models that may start now, with their tenants; the caller starts or drops each."""
+        """Remove and yield the models whose load may start now, each with its tenant.
+
+        For each model that the caller loads, it calls `on_starting` before it takes the next model.
+        """
         while self._waiting and len(self._starting) < self.max_starting:
             model = next(iter(self._waiting))
             yield model, self._waiting.pop(model)
 
     def on_starting(self, model: str) -> None:
-        """Record that the files of a model are being read."""
+        """Record that the load of a model has started, and that its files are being read."""
         self._starting.add(model)
 
     def on_read(self, model: str) -> None:
-        """Record that the files of a model have been read, or that its load has ended."""
+        """Record that the files of a model have been read, or that the load of the model has ended."""
         self._starting.discard(model)

@@ -1,4 +1,4 @@
-"""The loading of one model: its phase, its loads and unloads, and the next attempt after a failure."""
+"""Loads and unloads one model: its phase, its availability, and the next attempt after a failed load."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class OnDemandLoader(Protocol):
     """Loads models for requests."""
 
     def load_on_demand(self, name: str, tenant: str) -> None:
-        """Load the model `name` for a request of a tenant.
+        """Load the model `name` for a tenant's request, which waits until the model serves.
 
         Raises:
-            RequestError: the model does not load on demand, can never fit, or too many models wait for memory.
+            RequestError: the model does not load on demand or exceeds the tenant's budget, or too many models wait for
+                memory.
         """
 
 
@@ -43,17 +44,17 @@ class ModelLoading:
         name: the name of the model.
         config: the configuration of the model.
         deployments: the deployments of the model.
-        versions: the sources of the model.
-        rollouts: the updates of the model.
+        versions: the current and the previous source of the model.
+        rollouts: performs the updates of the model.
         dispatcher: the dispatcher of the model's requests.
-        readiness: the readiness of the model.
+        readiness: whether the model can serve requests, and why not.
         loader: loads the model on demand; None: the model stays loaded.
 
     Attributes:
-        is_unloaded: whether nothing is loaded, and a request has to have the model loaded first.
+        is_unloaded: whether the model is unloaded; a request must call `load_on_demand` first.
         last_used_at: when the last request arrived, in monotonic seconds.
-        owner: the tenant to which the memory of the model is charged; "" for the operators.
-        backoff: the next attempt to load the model after a failure.
+        owner: the tenant to which the memory of the model is charged; "" if operators have loaded it.
+        backoff: the time of the next attempt after a failed load.
     """
 
     def __init__(  # noqa: PLR0913
@@ -85,21 +86,22 @@ class ModelLoading:
     # --- loads and unloads --------------------------------------------------------------------------------------
 
     def start_unloaded(self) -> None:
-        """Load nothing until `load`."""
+        """Leave a new model unloaded until `load` is called."""
         self._advance(ModelPhaseEvent.UNLOAD)
         self.apply_availability()
 
     def load_on_demand(self, tenant: str) -> None:
-        """Have the model loaded for a request of a tenant that will wait for it; call this while it `is_unloaded`.
+        """Start to load the model for a tenant's request, which waits; call this only while `is_unloaded`.
 
         Raises:
-            RequestError: the model does not load on demand, can never fit, or too many models wait for memory.
+            RequestError: the model does not load on demand or exceeds the tenant's budget, or too many models wait for
+                memory.
         """
         if self._loader is not None:
             self._loader.load_on_demand(self._name, tenant)
 
     def load(self, now: float) -> None:
-        """Load each deployment that is unloaded or has failed; if all have failed, read the model files again."""
+        """Load each UNLOADED or FAILED deployment; if all have FAILED, take a new snapshot of the model files."""
         self._advance(ModelPhaseEvent.LOAD)
         self._deployments.load(now)
 
@@ -109,7 +111,7 @@ class ModelLoading:
         self.apply_availability()
 
     def unload(self, now: float, *, forget_snapshot: bool = False) -> None:
-        """Unload the model from all devices. Requests that still wait fail, unless the model loads on demand.
+        """Unload the model from all devices. Queued requests fail, unless the model loads on demand.
 
         Args:
             now: the clock.
@@ -123,33 +125,36 @@ class ModelLoading:
         self._deployments.unload(now)
 
     def check_unloadable(self) -> None:
-        """Check that the model can be unloaded alone, and now.
+        """Check that the model can be unloaded now, and without unloading other models.
 
         Raises:
-            RequestError: it shares its processes with other models, or is being updated.
+            RequestError: the model shares its processes with other models, or is being updated.
         """
         self._rollouts.check_alone()
         if self._rollouts.is_in_progress or self._has_vacated:
             raise Unavailable(f"{self._name} is being updated: try again after the update")
 
     def close(self, *, is_replaced: bool) -> None:
-        """Record that the model shuts down; `is_replaced`: another model of its name adopts the queued requests."""
+        """Record that the model is shutting down.
+
+        `is_replaced` tells whether another model of the same name takes over the queued requests.
+        """
         self._advance(ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE)
 
     # --- failures -----------------------------------------------------------------------------------------------
 
     def retry(self, now: float) -> None:
-        """Load each failed deployment again; if all have failed, read the model files again."""
+        """Load each FAILED deployment again; if all have FAILED, take a new snapshot of the model files."""
         if self.may_retry:
             self._deployments.load(now)
 
     def plan_retry(self, now: float) -> None:
-        """Schedule the next attempt to load deployments that failed for a transient reason."""
+        """Schedule the next attempt to load deployments whose failure may have had a temporary cause."""
         readiness, backoff = self._readiness, self.backoff
         if readiness.is_serving_everywhere:
             backoff.on_success()
         elif self._rollouts.is_in_progress:
-            pass  # if the update fails, the next attempt is due as before
+            pass  # keep the planned attempt, which is needed if the update fails
         elif not readiness.has_failures:
             backoff.cancel()
         elif backoff.due_at == NEVER and readiness.has_transient_failures:
@@ -164,7 +169,7 @@ class ModelLoading:
 
     @property
     def is_retrying(self) -> bool:
-        """Whether the model loads again after a failure that may go away by itself."""
+        """Whether the model is being loaded again after a failure whose cause may have disappeared."""
         return self.backoff.failures > 0 and not (
             self.is_unloaded
             or self.is_draining
@@ -173,7 +178,7 @@ class ModelLoading:
         )
 
     def retry_delay_s(self, now: float) -> float | None:
-        """Return the seconds until the daemon retries a failed load by itself; None if it will not."""
+        """Return the seconds until the daemon repeats a failed load by itself; None if no attempt is planned."""
         due_at = self.backoff.due_at
         return max(0.0, due_at - now) if self.may_retry and due_at != NEVER else None
 
@@ -196,7 +201,7 @@ class ModelLoading:
 
     @property
     def unavailable(self) -> ModelUnavailable | None:
-        """The error for updates and requests while the model cannot take any; None otherwise."""
+        """The error for requests and updates if the model cannot accept any now; None otherwise."""
         if self._phase is ModelPhase.UNLOADING:
             return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
         if self._phase is ModelPhase.UNLOADED:
@@ -204,8 +209,9 @@ class ModelLoading:
         return self._readiness.unavailable
 
     def apply_availability(self) -> None:
-        """Have the dispatcher accept or refuse requests, as the state of the model demands."""
-        # The router has a model that loads on demand loaded before it passes a request on.
+        """Let the dispatcher accept requests if the model is available, and refuse them otherwise."""
+        # An unloaded model that loads on demand accepts requests: the router starts the load before it passes on a
+        # request.
         accepts_unloaded = self.is_unloaded and self._is_on_demand
         unavailable = None if accepts_unloaded else self.unavailable
         fails_waiting = self._phase not in (ModelPhase.REPLACED, ModelPhase.UNLOADING)

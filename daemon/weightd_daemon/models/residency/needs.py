@@ -1,4 +1,4 @@
-"""The memory that models need: measured at their last load, or estimated from their files before."""
+"""The memory that models need: measured after their last load, or estimated from their files before the first load."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, text
 
-# The memory of a process on the CPU beside the weights, before it has been measured: 5 to 12 MiB were measured for a
-# forked worker with ONNX Runtime.
+# The assumed bytes of a process on the CPU besides the weights, for a model that was never measured. A forked worker
+# with ONNX Runtime takes 5 to 12 MiB.
 _PROCESS_BYTES = 12 * MIB
 
-# When a loaded model is measured first and again, and how often a measurement in progress is asked for.
+# Seconds from the load of a model to its first measurement, from one measurement to the next, and between two checks
+# whether a measurement is complete.
 _FIRST_DELAY_S = 1.0
 _INTERVAL_S = 60.0
 _POLL_INTERVAL_S = 0.1
 
-# How many models are remembered; removed models count, too.
+# Maximum number of models whose measured memory is kept, including removed models.
 _MAX_NEEDS = 2 * limits.MAX_MODELS
 
 
@@ -30,8 +31,8 @@ class NeedRecord:
 
     Attributes:
         model: the name of the model.
-        file_bytes: the size of the files that were loaded; the record holds only for files of this size.
-        nbytes: the memory of all processes.
+        file_bytes: the size of the files that were loaded; the record is not used for files of another size.
+        nbytes: the measured memory of all processes of the model, in bytes.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
@@ -40,18 +41,18 @@ class NeedRecord:
 
     @property
     def key(self) -> str:
-        """The name of the model."""
+        """The name of the model, which identifies the record."""
         return self.model
 
 
 class MeasuredNeeds:
-    """The measured memory of models, the most recently measured last."""
+    """The last measured memory of each model, in the order of the measurements."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, NeedRecord] = {}
 
     def find(self, model: str) -> NeedRecord | None:
-        """Return the memory that a model was measured to take; None if it was never measured."""
+        """Return the last measurement of a model; None if the model was never measured."""
         return self._by_model.get(model)
 
     def remember(self, record: NeedRecord) -> None:
@@ -72,20 +73,21 @@ class MeasuredNeeds:
 
 
 class NeedMeter:
-    """Measures loaded generations on the CPU.
+    """Measures the memory of loaded generations on the CPU at regular intervals.
 
     Args:
-        measure: starts to measure the memory of a model and returns it once it is known, until then None.
+        measure: returns the measured memory of a model in bytes, or None until the measurement is complete; the first
+            call starts the measurement.
 
     Attributes:
-        needs: the results.
+        needs: the last measured memory of each model.
     """
 
     def __init__(self, measure: Callable[[str], int | None]) -> None:
         self.needs = MeasuredNeeds()
         self._measure = measure
         self._file_bytes: dict[str, int] = {}
-        # When each generation is measured next.
+        # The time of the next measurement of each generation, by its label, in monotonic seconds.
         self._due_at: dict[str, float] = {}
 
     def set_file_bytes(self, label: str, nbytes: int) -> None:
@@ -93,19 +95,19 @@ class NeedMeter:
         self._file_bytes[label] = nbytes
 
     def on_serving(self, label: str, now: float) -> bool:
-        """Record that a generation serves; return whether this is new."""
+        """Record that a generation serves; return True at the first call for this generation."""
         is_new = label not in self._due_at
         if is_new:
             self._due_at[label] = now + _FIRST_DELAY_S
         return is_new
 
     def forget(self, label: str) -> None:
-        """Measure a generation no more, because its processes exit."""
+        """Stop measuring a generation, because its processes have exited."""
         self._due_at.pop(label, None)
         self._file_bytes.pop(label, None)
 
     def run(self, reservations: Reservations, now: float) -> list[tuple[str, int]]:
-        """Return the generations that were measured now, with their memory."""
+        """Measure the generations that are due; return the label and the bytes of each completed measurement."""
         measured: list[tuple[str, int]] = []
         for label, due_at in list(self._due_at.items()):
             reservation = reservations.get(label)
@@ -113,7 +115,7 @@ class NeedMeter:
                 continue
             if sum(each.model == reservation.model for each in reservations) > 1:
                 self._due_at[label] = now + _FIRST_DELAY_S
-                continue  # the meter cannot tell an old generation from a new one
+                continue  # `measure` returns the memory of both generations together
             nbytes = self._measure(reservation.model)
             self._due_at[label] = now + (_POLL_INTERVAL_S if nbytes is None else _INTERVAL_S)
             if nbytes is not None:
@@ -123,20 +125,21 @@ class NeedMeter:
 
     @property
     def next_event_at(self) -> float:
-        """When `run` is due, in monotonic seconds."""
+        """The time at which `run` is due, in monotonic seconds."""
         return min(self._due_at.values(), default=float("inf"))
 
 
 def estimate_bytes(request: ResourceRequest) -> int:
-    """Return the memory of a model on the CPU before it was ever measured, from the size of its files."""
+    """Return the memory in bytes of a model on the CPU that was never measured, estimated from its files."""
     return request.copy_count * request.weight_bytes + request.process_count * _PROCESS_BYTES
 
 
 def card_need_bytes(request: ResourceRequest, card: DeviceBudget | None, capacity_bytes: int | None) -> int:
-    """Return the memory of a generation on a card.
+    """Return the memory in bytes that a generation needs on a card.
 
-    As long as the memory of its processes is neither configured nor observed, it is estimated from the other models on
-    the card. Because of an estimate alone, no model is refused.
+    If the memory of a process besides the weights is neither configured nor measured, the smallest value of other
+    models on the card is used. The estimate is limited to `capacity_bytes`, so that no model is refused because of an
+    estimate alone.
     """
     observed = [each.process_bytes for each in card.reserved.values() if each.process_bytes] if card else []
     if request.process_bytes or not observed:
@@ -148,7 +151,7 @@ def card_need_bytes(request: ResourceRequest, card: DeviceBudget | None, capacit
 def observed_excess(
     reservations: Iterable[Reservation], devices: Mapping[str, DeviceBudget]
 ) -> Iterator[tuple[str, str, int]]:
-    """Yield the label, the card and the observed memory of each generation that takes more than it has reserved."""
+    """Yield the label, the card and the measured bytes of each generation that takes more than it has reserved."""
     for each in reservations:
         for pool, nbytes in each.need.items():
             request = devices[pool].reserved.get(each.label) if pool in devices else None

@@ -1,4 +1,4 @@
-"""Reservations: the memory that each generation takes, and the limits of this memory."""
+"""Reservations of memory, one for each generation, and the budgets that limit them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from weightd_daemon.generations.states import Machine
 
-# The pool of the memory of models on the CPU; each card is another pool.
+# The memory pool of all models on the CPU. Each card is a separate pool with the name of the card.
 HOST = "host"
 
-# The memory of a generation, in bytes by pool.
+# The bytes that a generation needs in each memory pool, by the name of the pool.
 MemoryNeed = Mapping[str, int]
 
 _NEVER = float("inf")
@@ -22,10 +22,10 @@ class ReservationState(enum.Enum):
     """The state of a generation's reservation."""
 
     NEW = "new"
-    WAITING = "waiting"  # no memory is reserved yet
-    LOADING = "loading"  # its processes start
-    LOADED = "loaded"  # it serves
-    RELEASING = "releasing"  # its processes are exiting
+    WAITING = "waiting"  # the generation waits; no memory is reserved yet
+    LOADING = "loading"  # the memory is reserved, and the processes are starting
+    LOADED = "loaded"  # the generation serves
+    RELEASING = "releasing"  # the processes are exiting; the memory is still reserved
     GONE = "gone"
 
 
@@ -61,11 +61,11 @@ class Residence(NamedTuple):
     """The facts about a model that decide whether it stays in memory.
 
     Attributes:
-        is_pinned: whether the model is never unloaded for another one, because it loads at the start.
+        is_pinned: whether the model is never unloaded for another model, because it loads at the start.
         idle_unload_s: the seconds without requests after which the model is unloaded; 0: never.
-        is_idle: whether no accepted request is pending.
+        is_idle: whether all accepted requests of the model have ended.
         last_used_at: when the last request was accepted, in monotonic seconds.
-        owner: the tenant to which its memory is charged; "" for the operators.
+        owner: the tenant to which the memory of the model is charged; "" for the operators.
     """
 
     is_pinned: bool = True
@@ -77,14 +77,15 @@ class Residence(NamedTuple):
 
 @dataclass(frozen=True)
 class Budgets:
-    """The limits of residency.
+    """The limits of the memory that models may reserve, and of loads and unloads.
 
     Attributes:
-        capacities: the bytes of each pool that has a limit.
-        tenant_limits: the bytes, over all pools, of each tenant that has a limit.
-        weights: the weight of each tenant; 1 if a tenant is missing.
-        min_resident_s: the seconds for which a model stays loaded at least.
-        max_loading: how many generations may load at the same time, beside the models that load at the start.
+        capacities: the capacity in bytes of each memory pool that has a limit.
+        tenant_limits: the maximum bytes in all pools together, for each tenant that has a limit.
+        weights: the configured weight of each tenant; 1 for tenants that are missing here.
+        min_resident_s: the minimum seconds for which a model stays loaded before it is unloaded for another one.
+        max_loading: the maximum number of generations that may load at the same time; models that load at the start do
+            not count.
     """
 
     capacities: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -95,14 +96,15 @@ class Budgets:
 
 
 class Reservation(Machine[ReservationState, ReservationEvent]):
-    """The memory of one generation.
+    """The reservation of memory for one generation.
 
     Attributes:
         label: the label of the generation.
-        model: the name of its model.
-        need: the memory that it takes or will take.
-        owner: the tenant to which the memory is charged.
-        excess: the measured memory, while it exceeds `need` and no budget has room for it.
+        model: the name of the generation's model.
+        need: the bytes that the generation takes or will take, by memory pool.
+        owner: the tenant to which the memory is charged; "" for the operators.
+        excess: the measured bytes by memory pool, while they exceed `need` and have not been reserved yet; None
+            otherwise.
         loaded_at: when the generation began to serve, in monotonic seconds.
     """
 
@@ -117,7 +119,7 @@ class Reservation(Machine[ReservationState, ReservationEvent]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the memory is wanted, but not reserved."""
+        """Whether the generation waits for memory, which is not reserved yet."""
         return self.state is ReservationState.WAITING
 
     @property
@@ -127,7 +129,7 @@ class Reservation(Machine[ReservationState, ReservationEvent]):
 
     @property
     def total_bytes(self) -> int:
-        """The bytes in all pools."""
+        """The bytes of the reservation in all memory pools together."""
         return sum(self.need.values())
 
 
@@ -135,7 +137,7 @@ class Reservations:
     """All reservations, in the order of their requests.
 
     Attributes:
-        budgets: the limits.
+        budgets: the limits of the reservations.
         by_label: the reservations by the labels of their generations.
     """
 
@@ -151,24 +153,27 @@ class Reservations:
         return self.by_label.get(label)
 
     def reserved_bytes(self, pool: str) -> int:
-        """Return the bytes that are reserved in a pool."""
+        """Return the bytes that all generations have reserved in a memory pool."""
         return sum(each.need.get(pool, 0) for each in self.by_label.values() if each.is_reserved)
 
     def charged_bytes(self, tenant: str) -> int:
-        """Return the bytes that are reserved on the account of a tenant."""
+        """Return the reserved bytes, in all memory pools, that are charged to a tenant."""
         return sum(each.total_bytes for each in self.by_label.values() if each.is_reserved and each.owner == tenant)
 
     def model_bytes(self, model: str) -> int:
-        """Return the bytes that are reserved for a model, in all pools."""
+        """Return the bytes that are reserved for a model in all memory pools."""
         return sum(each.total_bytes for each in self.by_label.values() if each.is_reserved and each.model == model)
 
     @property
     def waiting_count(self) -> int:
-        """How many generations wait for memory."""
+        """The number of generations that wait for memory."""
         return sum(each.is_waiting for each in self.by_label.values())
 
     def loaded_models(self) -> Mapping[str, float]:
-        """Return the models of which every generation is loaded, with the time at which the last one was."""
+        """Return the models whose generations have all loaded.
+
+        The value for each model is the time at which its last generation began to serve, in monotonic seconds.
+        """
         loaded: dict[str, float] = {}
         for each in self.by_label.values():
             is_loaded = each.state is ReservationState.LOADED
@@ -176,11 +181,18 @@ class Reservations:
         return {model: at for model, at in loaded.items() if at != _NEVER}
 
     def weighted_bytes(self, tenant: str, change: int) -> float:
-        """Return the bytes of a tenant for its weight, after a change in bytes."""
+        """Return the bytes charged to a tenant plus `change` bytes, divided by the weight of the tenant."""
         return (self.charged_bytes(tenant) + change) / self.budgets.weights.get(tenant, 1.0)
 
     def fits(self, need: MemoryNeed, owner: str, promised: MemoryNeed, leaving: Collection[Reservation]) -> bool:
-        """Return whether there is room for `need` beside the reservations that are not `leaving`."""
+        """Return whether all budgets have enough free memory for a generation.
+
+        Args:
+            need: the bytes that the generation needs, by memory pool.
+            owner: the tenant to which the memory would be charged.
+            promised: further bytes that are kept free for other generations, by memory pool.
+            leaving: reservations that count as released.
+        """
         for pool, nbytes in need.items():
             capacity = self.budgets.capacities.get(pool)
             if nbytes and capacity is not None:
@@ -190,7 +202,7 @@ class Reservations:
         return self.fits_tenant(need, owner, leaving)
 
     def fits_tenant(self, need: MemoryNeed, owner: str, leaving: Iterable[Reservation]) -> bool:
-        """Return whether the budget of a tenant has room for `need`, without the reservations `leaving`."""
+        """Return whether the budget of a tenant has memory for `need`; the reservations `leaving` count as released."""
         limit, nbytes = self.budgets.tenant_limits.get(owner), sum(need.values())
         if limit is None or not nbytes:
             return True

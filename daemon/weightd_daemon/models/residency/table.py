@@ -1,13 +1,14 @@
-"""The residency of models: which of them are in memory, within the budgets of the host, its cards and the tenants.
+"""Decides which models are in memory (their residency), within the budgets of the host, the cards and the tenants.
 
 `ResidencyTable` decides without I/O. It receives events and the clock, and `plan` returns the grants and unloads that
-are due. A generation reserves its memory before its first process starts, and until its last process has exited. So
-the reservations of a pool or of a tenant never exceed its budget, except for generations that an earlier daemon has
-loaded.
+are due. The memory of a generation is reserved from before its first process starts until its last process has exited.
+So the reservations exceed the budget of a memory pool or of a tenant only after the budget was lowered, or if an
+earlier daemon has loaded the generations.
 
-Under pressure, models that load on demand make room for each other: first the models of the tenant that uses most
-memory for its weight, and of these the one that was used least recently. A model that loads at the start is never
-unloaded for another one, nor is a model with accepted requests, nor one that was loaded less than `min_resident_s` ago.
+If memory is short, models that load on demand are unloaded to free memory for each other: first the models of the
+tenant that uses most memory in relation to its weight, and of these the least recently used one. Models that load at
+the start, that have pending requests, or that were loaded less than `min_resident_s` ago are never unloaded for another
+model.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _NEVER = float("inf")
 
 
 class Grant(NamedTuple):
-    """An action: let the generation with this label start its processes; its memory is reserved."""
+    """An action: the memory of the generation with this label is reserved, so its processes may start."""
 
     label: str
 
@@ -41,7 +42,7 @@ class Unload(NamedTuple):
 
     Attributes:
         model: the name of the model.
-        reason: why, for the log.
+        reason: why the model is unloaded, for the log.
     """
 
     model: str
@@ -52,12 +53,12 @@ class ResidencyTable:
     """Decides which generations may start, and which models are unloaded.
 
     Args:
-        budgets: the limits.
-        find: returns what the table has to know about a model.
-        charge: called with a tenant, a model and the byte-seconds that the model has reserved on the tenant's account.
+        budgets: the limits of the reservations.
+        find: returns the facts about the model with a name.
+        charge: called with a tenant, a model and the byte-seconds of memory to charge to the tenant.
 
     Attributes:
-        reservations: the reservations.
+        reservations: the reservations of all generations.
     """
 
     def __init__(
@@ -75,13 +76,16 @@ class ResidencyTable:
     # --- events -------------------------------------------------------------------------------------------------
 
     def request(self, label: str, model: str, need: MemoryNeed) -> None:
-        """Record that a generation waits for memory; `plan` grants it. Nothing changes if it was requested before."""
+        """Record that a generation waits for memory, which `plan` grants later; a second call has no effect."""
         if label not in self.reservations.by_label:
             reservation = self.reservations.by_label[label] = Reservation(label, model, need, self._find(model).owner)
             reservation.advance(ReservationEvent.REQUEST)
 
     def try_grant(self, label: str, now: float) -> bool:
-        """Grant memory at once if no other generation waits and there is room; return whether it is granted."""
+        """Grant memory to a generation at once if enough is free and no other generation waits.
+
+        Return whether the memory is granted.
+        """
         reservation = self.reservations.by_label[label]
         if not reservation.is_waiting:
             return True
@@ -109,7 +113,10 @@ class ResidencyTable:
             reservation.loaded_at = now
 
     def on_measured(self, label: str, need: MemoryNeed, now: float) -> None:
-        """Record the measured memory of a generation. `plan` makes room for the excess."""
+        """Record the measured memory of a generation.
+
+        If the memory exceeds the reservation, `plan` raises the reservation or unloads a model.
+        """
         reservation = self.reservations.get(label)
         if reservation is None or reservation.state is not ReservationState.LOADED:
             return
@@ -121,14 +128,14 @@ class ResidencyTable:
             reservation.need = measured
 
     def on_release(self, label: str) -> None:
-        """Record that the processes of a generation are exiting."""
+        """Record that the processes of a generation are exiting; its memory stays reserved."""
         reservation = self.reservations.get(label)
         if reservation is not None and reservation.state in (ReservationState.LOADING, ReservationState.LOADED):
             reservation.advance(ReservationEvent.RELEASE)
             reservation.excess = None
 
     def on_ended(self, label: str, now: float) -> None:
-        """Record that no process of a generation is left, and release its memory."""
+        """Release the memory of a generation whose processes have all exited."""
         reservation = self.reservations.get(label)
         if reservation is not None:
             self._accrue(now)
@@ -138,7 +145,7 @@ class ResidencyTable:
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def rejection_reason(self, model: str, need: MemoryNeed) -> str:
-        """Return why a generation can never have this memory, whatever is unloaded for it, or ""."""
+        """Return why a generation can never get this memory, even if other models are unloaded; "" if it can."""
         for pool, nbytes in need.items():
             capacity = self.reservations.budgets.capacities.get(pool)
             pinned = sum(
@@ -155,7 +162,10 @@ class ResidencyTable:
         return self._update_rejection_reason(model, sum(need.values()))
 
     def _update_rejection_reason(self, model: str, nbytes: int) -> str:
-        """Return why no generation of this size fits beside the serving one of the model, or ""."""
+        """Return why the tenant's budget can never hold the serving generation of the model and a new one, or "".
+
+        The size of the new generation is `nbytes`.
+        """
         parts = [each for each in self.reservations if each.model == model and each.state is ReservationState.LOADED]
         limit = self.reservations.budgets.tenant_limits.get(parts[0].owner) if parts else None
         if limit is None or sum(each.total_bytes for each in parts) + nbytes <= limit:
@@ -166,7 +176,10 @@ class ResidencyTable:
         )
 
     def plan(self, now: float) -> list[Grant | Unload]:
-        """Return the grants and unloads that are due. A grant is recorded; an unload is expected as `on_release`."""
+        """Return the grants and unloads that are due.
+
+        The table has recorded each grant already. The caller reports the beginning of each unload with `on_release`.
+        """
         self._accrue(now)
         self._next_event_at = _NEVER
         unloads: dict[str, str] = {}
@@ -188,14 +201,15 @@ class ResidencyTable:
             victims = self._find_victims(waiting, waiting.need, now, promised, unloads)
             if victims is not None:
                 unloads.update((each, f"its memory is needed for {waiting.model}") for each in victims)
-                # The memory that becomes free belongs to this generation, not to a smaller one behind it.
+                # The memory that becomes free is kept for this generation, so that no smaller one that comes later
+                # takes it.
                 for pool, nbytes in waiting.need.items():
                     promised[pool] = promised.get(pool, 0) + nbytes
         return [*grants, *(Unload(model, reason) for model, reason in unloads.items())]
 
     @property
     def next_event_at(self) -> float:
-        """When the next `plan` is due even without an event, in monotonic seconds."""
+        """The time at which `plan` is due even without an event, in monotonic seconds."""
         return self._next_event_at
 
     # --- private ------------------------------------------------------------------------------------------------
@@ -208,7 +222,7 @@ class ResidencyTable:
         )
 
     def _accrue(self, now: float) -> None:
-        """Charge the reservations since the last call to their owners."""
+        """Charge each tenant for the memory that was reserved on its account since the last call."""
         since, self._charged_until = self._charged_until, now
         if since is not None and now > since:
             for each in self.reservations:
@@ -232,7 +246,7 @@ class ResidencyTable:
                 self._wake_at(due_at)
 
     def _settle_excess(self, now: float, unloads: dict[str, str]) -> None:
-        """Raise the reservation of generations that take more than they have reserved, or unload their models."""
+        """Raise the reservations of generations that take more than reserved, or unload models if no memory is free."""
         for each in self.reservations:
             if each.excess is None or each.model in unloads:
                 continue
@@ -249,7 +263,7 @@ class ResidencyTable:
                 unloads[each.model] = f"it takes {taken}, but {reserved} were reserved, and no more can be"
 
     def _plan_reductions(self, now: float, unloads: dict[str, str]) -> None:
-        """Unload models while more is reserved than a budget allows, because it was lowered."""
+        """Unload models while the reservations exceed the budget of a memory pool, for example after it was lowered."""
         reservations, budgets = self.reservations, self.reservations.budgets
         for pool, capacity in budgets.capacities.items():
             candidates = self._evictable(now, unloads)
@@ -272,7 +286,11 @@ class ResidencyTable:
         ]
 
     def _waiting_in_turn(self) -> list[Reservation]:
-        """Return the waiting generations: of pinned models first, then by their tenants' use of memory."""
+        """Return the waiting generations in the order in which they get memory.
+
+        Generations of pinned models come first. Generations of tenants that use less memory in relation to their weight
+        come earlier.
+        """
         waiting = [each for each in self.reservations if each.is_waiting]
         if len(waiting) < 2:
             return waiting
@@ -282,9 +300,10 @@ class ResidencyTable:
     def _find_victims(
         self, wanting: Reservation, need: MemoryNeed, now: float, promised: MemoryNeed, unloads: Collection[str]
     ) -> list[str] | None:
-        """Return the models to unload so that `need` fits; none if it fits once the present unloads have ended.
+        """Return the models to unload so that `need` fits into the budgets.
 
-        Return None if it would not fit even without all models that may be unloaded now.
+        The list is empty if the unloads in progress free enough memory. The result is None if too little memory would
+        be free even after unloading all models that may be unloaded now.
         """
         leaving = self._leaving(unloads)
         victims: list[str] = []
@@ -317,7 +336,7 @@ class ResidencyTable:
         return victims
 
     def _evictable(self, now: float, excluding: Collection[str]) -> dict[str, list[Reservation]]:
-        """Return the models that may be unloaded for another one, with their reservations."""
+        """Return the models that may be unloaded for another model, each with its reservations."""
         found: dict[str, list[Reservation]] = {}
         for model, loaded_at in self.reservations.loaded_models().items():
             residence = self._find(model)

@@ -1,1 +1,1 @@
-"""The number of workers of a model that follows the load."""
+"""Changes the number of workers of a model with its load."""

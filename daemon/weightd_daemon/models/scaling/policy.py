@@ -1,8 +1,10 @@
-"""Decides how many workers a model has, if the configuration gives bounds instead of a number.
+"""Decides how many workers a model has, if the configuration gives a range instead of a number.
 
-`WorkerScaling` decides without I/O: it receives the load and the clock, and returns the wanted number. It guarantees
-that the number stays within the bounds, that it grows to at most twice its value and only after the last growth has
-become effective, and that it shrinks only by workers that were idle for `WorkerRange.idle` seconds.
+`WorkerScaling` decides without I/O: it receives the load and the clock, and returns the wanted number. It guarantees:
+
+- The number stays within the configured range.
+- In one step, the number at most doubles. The next step upwards follows only after all workers of the last one serve.
+- The number falls only by workers that were idle for `WorkerRange.idle` seconds.
 """
 
 from __future__ import annotations
@@ -14,21 +16,21 @@ from typing import NamedTuple
 from weightd_daemon.config.workers import WorkerRange
 from weightd_daemon.generations.restarts import NEVER
 
-# The seconds for which requests must wait before another worker is started. A pause of the daemon or a burst of short
-# requests is over sooner; the start of a worker takes a few milliseconds.
+# Seconds for which requests must have waited before more workers are started. A pause of the daemon or a burst of short
+# requests ends sooner and needs no further worker. A worker starts within a few milliseconds.
 WAIT_S = 0.1
 
-# The interval at which surplus workers that were busy are checked again.
+# Seconds until the daemon checks again whether surplus workers, which were busy at the last check, can be stopped.
 _SURPLUS_CHECK_S = 1.0
 
 
 class WorkerUse(NamedTuple):
-    """A worker that serves.
+    """A worker that serves requests, and the time since which it is idle.
 
     Attributes:
-        name: the name of the process.
-        device: the device on which it runs.
-        idle_since: when it answered its last batch, in monotonic seconds; None while it has a batch.
+        name: the name of the worker's process.
+        device: the device on which the worker runs.
+        idle_since: when the worker answered its last batch, in monotonic seconds; None while it has a batch.
     """
 
     name: str
@@ -37,7 +39,7 @@ class WorkerUse(NamedTuple):
 
 
 class WorkerLoad(NamedTuple):
-    """The load of a model.
+    """The load of a model at one moment.
 
     Attributes:
         waiting: the number of requests that wait for a worker.
@@ -54,12 +56,12 @@ class WorkerScaling:
     """Decides how many workers a model has on each device. Times are monotonic seconds.
 
     Args:
-        bounds: the bounds of the number.
-        device_count: the number of devices.
+        bounds: the configured range of the number of workers, and the idle time after which a worker is stopped.
+        device_count: the number of devices on which the model runs.
 
     Attributes:
-        next_check_at: when `decide` may return another number, unless requests begin to wait sooner.
-        reason: why the number is what it is, as a text for users.
+        next_check_at: when `decide` has to be called next, unless requests begin to wait sooner.
+        reason: why the model has this number of workers, as text for users.
     """
 
     def __init__(self, bounds: WorkerRange, device_count: int) -> None:
@@ -71,13 +73,16 @@ class WorkerScaling:
         self.reason = "no requests have waited"
 
     def reset(self) -> None:
-        """Forget the load, because no worker serves."""
+        """Forget the recorded load, because no worker serves."""
         self._waiting_since = self._grown_at = None
         self.next_check_at = 0.0
         self.reason = "no requests have waited"
 
     def wait_limit_s(self, target: int) -> float:
-        """Return after how many seconds a waiting request requires a call of `observe`."""
+        """Return how many seconds a request may wait before `observe` has to be called.
+
+        The result is infinite if the number of workers has reached its maximum.
+        """
         return WAIT_S if target < self._bounds.max else NEVER
 
     def observe(self, target: int, waiting: int, now: float) -> None:
@@ -92,12 +97,12 @@ class WorkerScaling:
         """Return the wanted number of workers on each device.
 
         Args:
-            target: the number that is wanted so far.
+            target: the number of workers on each device that was wanted until now.
             load: the load of the model.
-            now: the clock.
+            now: the time in monotonic seconds.
         """
         if self._grown_at is None:
-            # The use of the workers before this call is unknown.
+            # How long the workers were idle before the first call is unknown, so their idle time begins now.
             self._grown_at = now
         self.observe(target, load.waiting, now)
         wanted = self._grown(target, load, now)
@@ -110,7 +115,8 @@ class WorkerScaling:
         is_effective = len(load.workers) >= target * self._device_count
         if self._waiting_since is None or now < self._waiting_since + WAIT_S or not is_effective:
             return target
-        # Doubling reaches any number in a few steps, but one burst does not start all workers.
+        # By at most doubling, the number reaches any value in a few steps, but one burst of requests does not start all
+        # workers.
         step = min(-(-load.waiting // self._device_count), target)
         wanted = min(target + step, self._bounds.max)
         self._waiting_since, self._grown_at = None, now
@@ -129,7 +135,7 @@ class WorkerScaling:
         return wanted
 
     def _idle_at(self, worker: WorkerUse, now: float) -> float:
-        """Return when a worker has been idle for long enough, if it stays idle."""
+        """Return the time at which a worker may be stopped because it was idle for long enough, if no batch arrives."""
         since = now if worker.idle_since is None else worker.idle_since
         return max(since, now if self._grown_at is None else self._grown_at) + self._bounds.idle
 

@@ -19,13 +19,13 @@ _log = logging.getLogger("weightd")
 
 
 class WorkerNumber(NamedTuple):
-    """How many workers a model has on each device.
+    """The number of workers of a model on each device, and its range.
 
     Attributes:
         target: the wanted number.
-        min: its lower bound.
-        max: its upper bound.
-        reason: why the number is what it is.
+        min: the configured minimum.
+        max: the configured maximum.
+        reason: why `target` has its value, as text for users.
     """
 
     target: int
@@ -35,15 +35,15 @@ class WorkerNumber(NamedTuple):
 
 
 class ScaledWorkers:
-    """Starts workers of a model while requests wait, and stops idle ones, within the configured bounds.
+    """Starts workers of a model while requests wait, and stops idle ones, within the configured range.
 
-    A model with a fixed number of workers causes no work here.
+    If the configured number of workers is fixed, the methods do nothing.
 
     Args:
         name: the name of the model.
         config: the configuration of the model.
-        dispatcher: has the requests that wait.
-        deployments: have the workers.
+        dispatcher: the dispatcher of the model, which has the waiting requests.
+        deployments: the deployments of the model, which have the workers.
     """
 
     def __init__(self, name: str, config: ModelConfig, dispatcher: Dispatcher, deployments: DeploymentSet) -> None:
@@ -67,7 +67,7 @@ class ScaledWorkers:
         scaling.observe(target, self._slots.waiting_count, now)
 
     def tick(self, now: float) -> None:
-        """Change the number of workers if it is due."""
+        """Change the number of workers if the load requires it and the next check is due."""
         self.observe(now)
         scaling = self._scaling
         if scaling is None or now < self.next_event_at:
@@ -92,14 +92,14 @@ class ScaledWorkers:
 
     @property
     def next_event_at(self) -> float:
-        """When `tick` is due, in monotonic seconds."""
+        """The time at which `tick` is due, in monotonic seconds."""
         if self._scaling is None or not self._slots.accepting:
             return NEVER
         return self._scaling.next_check_at
 
     @property
     def number(self) -> WorkerNumber | None:
-        """The number of workers with its reason; None if it is fixed."""
+        """The number of workers, its range and its reason; None if the configured number is fixed."""
         if self._bounds is None or self._scaling is None:
             return None
         target = self._target
@@ -116,7 +116,10 @@ class ScaledWorkers:
         return any(each.serving is not None and has_surplus_workers(each.serving) for each in self._deployments)
 
     def _set_target(self, workers: int, idle: Sequence[str], now: float) -> None:
-        """Set the number of workers of the generations that serve or load, and of later ones."""
+        """Set the number of workers on each device for the loading and serving generations, and for later ones.
+
+        Surplus workers are stopped in the order of `idle`.
+        """
         for deployment in self._deployments:
             deployment.worker_target = workers
             for generation in (deployment.serving, deployment.loading):

@@ -25,19 +25,21 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 _log = logging.getLogger("weightd")
 
 LOG_NAME = "shim.log"
-"""Name of the file in the shim's directory with its error output."""
+"""Name of the file in the shim's directory to which the shim writes its stdout and stderr."""
 
 _CHUNK_BYTES = 65536
 
 _NO_DESCRIPTOR = -1
 
-# The shim runs without site-packages, on the module path of this process.
+# The Python code of the shim process. It sets the module path of this process, because the shim runs without
+# site-packages.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from weightd_daemon.processes.shim import process; process.main()"
 )
 
-# The shim's operations are short: it starts processes, and reaps processes that have exited.
+# Seconds that the daemon waits for a reply of the shim. The shim's operations are short: it starts processes, and reaps
+# processes that have exited.
 _TIMEOUT_S = 10.0
 
 
@@ -65,9 +67,9 @@ class ShimClient:
         self._poller.register(self._socket, select.POLLIN)
         # The bytes of replies that are not complete or not parsed yet.
         self._buffer = b""
-        # The last received descriptor, which belongs to the last reply.
+        # The descriptor that was received with the last reply, until `_take_descriptor` returns it.
         self._received_descriptor = _NO_DESCRIPTOR
-        # The numbers are not used by earlier daemons, whose unread replies may still be in the socket.
+        # Request numbers that no earlier daemon has used: unread replies to earlier daemons may still be in the socket.
         self._request_ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._call({"children": True})["pid"]
@@ -77,7 +79,7 @@ class ShimClient:
 
     @property
     def descriptor(self) -> int:
-        """The daemon's end of the socket. The shim and its children live as long as a duplicate of it is open."""
+        """The daemon's end of the shim's socket. The shim and its children live as long as a duplicate is open."""
         return self._socket.fileno()
 
     def surviving_processes(self) -> list[SurvivingProcess]:
@@ -85,11 +87,11 @@ class ShimClient:
         return [SurvivingProcess(pid, name, Path(log)) for pid, name, log in self._call({"children": True})["children"]]
 
     def kill_orphans(self) -> None:
-        """Kill the processes that were forked for an earlier daemon, which exited before it adopted them."""
+        """Kill the processes that were forked for an earlier daemon and that no daemon has adopted."""
         self._call({"orphans": 0})
 
     def kill_orphans_of(self, parent: int) -> None:
-        """Kill the processes that an exited child had forked without a reply.
+        """Kill the processes that the exited child with the pid `parent` had forked but not reported.
 
         Raises:
             ShimLost: the shim does not reply.
@@ -126,7 +128,8 @@ class ShimClient:
             OSError: no descriptors are left.
         """
         try:
-            # The shim creates the descriptor: where the system has no pidfds, only the parent can watch an exit.
+            # The shim creates the descriptor that reports the exit: on a system without pidfds, only the parent of a
+            # process can watch its exit.
             self._call({"watch": survivor.pid})
             return ChildProcess(survivor.pid, self._take_descriptor(), survivor.log, lambda: self._reap(survivor.pid))
         except ShimLost:
@@ -134,7 +137,7 @@ class ShimClient:
         except ChildProcessError:
             raise ShimLost(f"process {survivor.pid} exited with its shim") from None
         except OSError:
-            # Without a descriptor the exit of the child would go unnoticed.
+            # Without a descriptor, the daemon would not notice the exit of the child.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(survivor.pid, signal.SIGKILL)
             self._reap(survivor.pid)
@@ -146,13 +149,13 @@ class ShimClient:
         self.close()
 
     def close(self) -> None:
-        """Close the socket. The shim kills its children and exits, unless another process holds a duplicate."""
+        """Close the socket. The shim then kills its children and exits, unless a service manager holds a duplicate."""
         self._socket.close()
         self._drop_descriptor()
 
     def stop(self, timeout_s: float) -> None:
-        """Stop the shim, and wait until it has killed its children and exited; after `timeout_s` seconds, kill it."""
-        # The shim reads the end of the stream. This end stays open to show when the shim exits.
+        """Stop the shim with its children, and wait for its exit; after `timeout_s` seconds, kill the shim."""
+        # The shim reads the end of the stream and stops. This end of the socket stays open to see when the shim exits.
         with contextlib.suppress(OSError):  # the shim has exited
             self._socket.shutdown(socket.SHUT_WR)
         if not self._has_exited(timeout_s):
@@ -161,15 +164,15 @@ class ShimClient:
         self.close()
 
     def _kill(self) -> None:
-        # The pid cannot name another process while the shim lives.
+        # As long as the shim has not exited, no other process can have its pid.
         if not self._has_exited():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _has_exited(self, timeout_s: float = 0.0) -> bool:
-        """Return whether the shim exits within `timeout_s` seconds: no other process holds its end of the socket."""
+        """Return whether the shim exits within `timeout_s` seconds, which closes its end of the socket."""
         poller = select.poll()
-        # The poll ignores unread replies; it reports only that the other end was closed.
+        # Without POLLIN, the poll ignores unread replies. It reports only that the shim's end was closed.
         poller.register(self._socket, 0)
         return bool(event_loop.poll(poller, timeout_s))
 
@@ -177,13 +180,13 @@ class ShimClient:
         try:
             status: int = self._call({"reap": pid})["status"]
         except ShimLost:
-            return None  # the child had exited, or the kernel has killed it when the shim died
+            return None  # the child had exited before the shim, or has died with it
         return status
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             request_id = next(self._request_ids)
-            # The newline ends a request that an earlier daemon may have sent in part.
+            # The first newline ends a request of which an earlier daemon may have sent only a part.
             self._socket.sendall(b"\n" + json.dumps({"id": request_id, **request}).encode() + b"\n")
             reply = self._read_reply(request_id)
         except (OSError, ValueError) as error:
@@ -193,7 +196,7 @@ class ShimClient:
         return reply
 
     def _read_reply(self, request_id: int) -> dict[str, Any]:
-        """Return the reply to a request. Replies to earlier daemons, whole or in part, are skipped."""
+        """Return the reply to a request. Skip replies to earlier daemons, even incomplete ones."""
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
             if not newline:
@@ -219,19 +222,19 @@ class ShimClient:
     def _take_descriptor(self) -> int:
         descriptor, self._received_descriptor = self._received_descriptor, _NO_DESCRIPTOR
         if descriptor == _NO_DESCRIPTOR:
-            # The kernel has closed the descriptor, because this process had no free one.
+            # The kernel has discarded the descriptor, because this process has too many open descriptors.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return descriptor
 
     def _drop_descriptor(self) -> None:
-        """Close a descriptor that belongs to a reply to an earlier daemon."""
+        """Close a received descriptor that is not used, such as one for an earlier daemon."""
         if self._received_descriptor != _NO_DESCRIPTOR:
             os.close(self._received_descriptor)
             self._received_descriptor = _NO_DESCRIPTOR
 
 
 def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
-    """Start a shim, which holds a lock on `directory` and removes it and the other paths when it exits.
+    """Start a shim. It holds a lock on `directory`, and removes `directory` and `extra_paths` when it exits.
 
     Raises:
         OSError: the shim cannot be started.
@@ -242,10 +245,11 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # The same errno as for a process that cannot be started.
+            # Report this like every other reason why the shim cannot be started, with a text that names the reason.
             raise OSError(errno.EBUSY, "another shim uses the directory", str(directory)) from None
-        # Isolated and without site-packages, which the shim does not need and which would double its memory.
-        # The directory is removed last: `wait_until_exited` takes its absence as the sign that the shim has finished.
+        # Python runs isolated and without site-packages, which the shim does not need and which would double its
+        # memory. `directory` is the last path that the shim removes: `wait_until_exited` takes its absence as the sign
+        # that the shim has finished.
         argv = [
             sys.executable,
             "-I",
@@ -256,7 +260,8 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
             *map(str, extra_paths),
             str(directory),
         ]
-        # The shim does not inherit the daemon's stdout and stderr: a reader of these pipes would wait for the shim.
+        # The shim does not inherit the daemon's stdout and stderr. If these are pipes, their readers would otherwise
+        # wait until the shim has exited, too.
         with Path(os.devnull).open("rb") as nothing, os.fdopen(_open_log(directory), "ab") as log:
             output = log.fileno()
             process_spawner.spawn(argv, os.environ, [nothing.fileno(), output, output, theirs.fileno(), lock])
@@ -272,7 +277,7 @@ def _open_log(directory: Path) -> int:
 
 
 def wait_until_exited(directory: Path, timeout_s: float) -> bool:
-    """Wait until no shim holds a lock on `directory`; return False if one still does after `timeout_s` seconds."""
+    """Wait until no shim holds a lock on `directory`. Return False if a shim still does after `timeout_s` seconds."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

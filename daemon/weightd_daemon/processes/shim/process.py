@@ -1,7 +1,7 @@
-"""The shim process. `client.start_shim` starts it with the arguments PATH..., which it removes when it exits.
+"""The shim process. `client.start_shim` starts it. Its arguments are the paths that it removes when it exits.
 
 The shim imports little, to stay small, and does little, so that it never has to be replaced. It handles one request at
-a time. Requests and replies are lines of JSON:
+a time. Requests (left) and replies (right) are lines of JSON:
 
     {"start": NAME, "argv": [...], "stdin": TEXT, "log": PATH, "environment": {...}}                     {"pid": PID}
         Start a child.
@@ -10,16 +10,18 @@ a time. Requests and replies are lines of JSON:
     {"watch": PID}                                                                                       {"pid": PID}
         Send, with the reply, a descriptor that becomes readable when the child exits.
     {"orphans": SESSION}                                         {"pid": SHIM_PID, "children": [[PID, NAME, LOG], ...]}
-        Kill the processes of this session that were forked and not adopted; with 0, of any session.
+        Kill the processes in this session that a child has forked and no daemon has adopted; with 0, in any session.
     {"reap": PID}                                                                                  {"status": STATUS}
         Wait until the child has exited. A negative status is the number of a signal.
     {"children": true}                                           {"pid": SHIM_PID, "children": [[PID, NAME, LOG], ...]}
         List the children that have not been reaped.
 
 The reply to a failed request is {"errno": ERRNO, "path": PATH}. Each request has an "id", which its reply repeats. The
-shim skips lines that are not requests: a daemon that was killed may have sent one in part. A child stays a zombie until
-it is reaped, so that its pid cannot name another process. A process that was forked for a daemon that exited before it
-adopted the process is an orphan: the next daemon has it killed, or the shim does when it exits.
+shim skips lines that are not requests: a daemon that was killed may have sent only a part of a request. A child stays a
+zombie until it is reaped, so that no other process can get its pid.
+
+An orphan is a forked process whose daemon exited before it adopted the process. The next daemon requests that the shim
+kill all orphans; otherwise the shim kills them when it exits.
 """
 
 from __future__ import annotations
@@ -39,41 +41,43 @@ from weightd_common import process_start
 from weightd_daemon.platform import exit_watch
 
 SOCKET_FD = 3
-"""Descriptor of its end of a pair of stream sockets."""
+"""Descriptor of the shim's end of the stream socket pair that connects it with the daemon."""
 
 LOCK_FD = 4
-"""Descriptor that holds a lock for as long as this process lives."""
+"""Descriptor of the directory on which the shim holds a lock as long as it lives."""
 
-# A service manager may send these to every process of the service. The shim ends only when its socket is closed.
+# A service manager may send these signals to every process of the service. The shim ignores them: it exits only when
+# the daemon's end of its socket is closed.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# A child would inherit that these signals are ignored: by the shim, or by Python itself.
+# Signals whose default action is restored in children. Otherwise children would inherit that the shim, or Python
+# itself, ignores these signals.
 _DEFAULT_SIGNALS = (*_IGNORED_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ)
 
-# The key of a descriptor to send with a reply; it is removed before the reply is encoded.
+# Key in a reply for the descriptor that the shim sends with the reply. The key is removed before the reply is encoded.
 _DESCRIPTOR_KEY = "descriptor"
 
 
 class Shim:
-    """The children in the order of their start, and the requests of the daemon."""
+    """Handles the requests of the daemon, and keeps the list of children, in the order of their start."""
 
     def __init__(self) -> None:
         self._children: dict[int, tuple[str, str]] = {}
 
     def handle_request(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one for each kind of request
-        """Carry out a request and return the reply."""
+        """Perform the operation that a request names, and return the reply."""
         try:
             if "start" in request:
                 pid = _start_child(request["argv"], request["stdin"], request["log"], request["environment"])
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
             if "adopt" in request:
-                # Raises an error if the process is not a child.
+                # This call raises an error if the process is not a child of the shim.
                 os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
             if "watch" in request:
-                # As for "adopt", this call raises an error if the process is not a child.
+                # As for "adopt", this call raises an error if the process is not a child of the shim.
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 return {"pid": request["watch"], _DESCRIPTOR_KEY: exit_watch.watch_exit(request["watch"])}
             if "orphans" in request:
@@ -91,18 +95,22 @@ class Shim:
     def kill_all(self) -> None:
         """Kill every child, the latest first, so that holders outlive their workers."""
         kill_all(reversed(self._children))
-        # Last, because the children could fork more until they were killed.
+        # Kill the orphans last: until they were killed, children could fork further processes.
         kill_all(find_orphans(self._children))
 
 
 def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
-    """Return the children of this process that are not in `known_pids`: all of them, or those in one session."""
+    """Return the pids of this process's children that are not in `known_pids`.
+
+    With `session_id`, return only the children in this session.
+    """
     found: list[int] = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
-                # The name, in parentheses, may contain any bytes. The state, parent, group and session follow.
+                # The process name, in parentheses, may contain any bytes. The state, the parent's pid, the process
+                # group and the session follow.
                 _, parent, _, its_session = stat[stat.rindex(b")") + 2 :].split()[:4]
                 if int(parent) == os.getpid() and int(entry) not in known_pids and session_id in (0, int(its_session)):
                     found.append(int(entry))
@@ -122,7 +130,7 @@ def _kill(pid: int) -> None:
 
 def _start_child(argv: list[str], stdin_data: str, log: str, environment: dict[str, str]) -> int:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    # The arguments go to stdin: every user of the host can read a command line.
+    # The child reads its arguments from stdin, because every user of the host can read a command line.
     stdin = os.memfd_create("weightd-order", os.MFD_CLOEXEC)
     try:
         _write_memfd(stdin, stdin_data.encode())
@@ -168,7 +176,7 @@ def _serve(shim: Shim, connection: socket.socket) -> None:
             number = request["id"]
         except (LookupError, TypeError, ValueError):
             continue
-        # If no daemon reads the reply, the loop reads the end of the stream next.
+        # If no daemon is left to read the reply, the next iteration of the loop reads the end of the stream.
         with contextlib.suppress(BrokenPipeError):
             _send(connection, {"id": number, **shim.handle_request(request)})
 
@@ -186,19 +194,19 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve requests until the other end of the socket is closed; then kill all children and remove the paths.
+    """Serve requests until the daemon's end of the socket is closed; then kill all children and remove the paths.
 
-    The other end is closed when no process holds a duplicate of it.
+    The daemon's end is closed when no process holds a duplicate of its descriptor.
     """
     process_start.reset_signals(*_IGNORED_SIGNALS)
     os.set_inheritable(LOCK_FD, False)
     shim = Shim()
     with socket.socket(fileno=SOCKET_FD) as link:
         link.set_inheritable(False)
-        # The other end is closed in either case. A reset means that the last reply was not read.
+        # With and without this error, the daemon's end is closed. The error means that the last reply was not read.
         with contextlib.suppress(ConnectionResetError):
             _serve(shim, link)
-        # The socket is closed after all this, which `ShimClient.stop` waits for.
+        # The socket is closed after the children and the paths are gone; `ShimClient.stop` waits until it is closed.
         shim.kill_all()
         for path in sys.argv[1:]:
             _remove(path)

@@ -1,1 +1,1 @@
-"""Batching: several requests in one batch, one request in several batches, and the joining of results."""
+"""Batching: combines requests in one batch, and splits a request into several batches whose results it joins."""

@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# The weight of the latest batch in a mean.
+# Weight of the latest batch in an exponentially weighted mean.
 _WEIGHT = 0.2
 
-# The maximum number of pairs of a device and a kind of request. Clients choose the kinds, so there is no other limit.
+# Maximum number of pairs of a device and a kind of request for which means are kept. Nothing else limits this number,
+# because clients choose the shapes of their requests and thereby the kinds.
 _MAX_KINDS = 256
 
 Kind = tuple[Any, ...]
 
 
 class DurationEstimates:
-    """The mean durations of batches by device, kind of request and number of rows within a factor of two."""
+    """Mean durations of batches, by device, kind of request (`BatchKey.kind`) and number of rows.
+
+    Numbers of rows with equal bit length, such as 4 to 7, share one mean.
+    """
 
     def __init__(self) -> None:
-        # For each bit length of the number of rows: the mean number of rows and the mean seconds.
+        # For each device and kind, by bit length of the number of rows: the mean number of rows and the mean seconds.
         self._means: dict[tuple[str, Kind], dict[int, tuple[float, float]]] = {}
 
     def add(self, device: str, kind: Kind, rows: int, seconds: float) -> None:
-        """Add the duration of a batch."""
+        """Add the measured duration of a batch of `rows` rows."""
         means = self._means.get((device, kind))
         if means is None:
             if len(self._means) >= _MAX_KINDS:
@@ -35,21 +39,25 @@ class DurationEstimates:
         )
 
     def expected_s(self, device: str, kind: Kind, rows: int) -> float:
-        """Return the expected maximum duration of a batch of `rows` rows, in seconds; 0.0 if nothing is known."""
+        """Return the expected maximum duration of a batch of `rows` rows, in seconds; 0.0 if nothing was measured.
+
+        The nearest measured duration is scaled up for more rows, but not scaled down for fewer.
+        """
         nearest = self._nearest(device, kind, rows)
         return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
 
     def max_rows_within(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
-        """Return how many of `rows` rows take at most `seconds`, as far as is known: at least one.
+        """Return how many rows, from 1 to `rows`, are expected to take at most `seconds`.
 
-        The estimate scales the time of a larger batch down in proportion. The smaller batch is then measured itself.
+        The duration of a larger batch is scaled down in proportion to the rows. When the smaller batch has run, its own
+        measured duration replaces this estimate.
         """
         while rows > 1 and (nearest := self._nearest(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
             rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))
         return rows
 
     def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
-        """Return the share of `rows` rows for one of these devices, so that all devices finish at the same time."""
+        """Return the fraction of `rows` rows that `device` should run so that all `devices` finish at the same time."""
         speeds = {
             each: rows / self.expected_s(each, kind, rows) for each in {*devices} if self.expected_s(each, kind, rows)
         }
@@ -57,7 +65,7 @@ class DurationEstimates:
         return speeds.get(device, mean_speed) / sum(speeds.get(each, mean_speed) for each in devices)
 
     def _nearest(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
-        """Return the mean rows and mean seconds of the measured batches whose number of rows is nearest to `rows`."""
+        """Return the mean rows and mean seconds of the batches whose number of rows is nearest to `rows`, or None."""
         means = self._means.get((device, kind))
         if not means:
             return None
@@ -66,7 +74,7 @@ class DurationEstimates:
 
 
 class RollingMax:
-    """The maximum of a count over the last seconds: over at least one window, and less than two.
+    """The maximum of a count over a recent period that is between one and two windows long.
 
     Args:
         window_s: the length of the window in seconds.
@@ -78,7 +86,7 @@ class RollingMax:
         self._max = self._previous_max = 0
 
     def add(self, count: int, now: float) -> int:
-        """Add the current count; return the maximum."""
+        """Add the count at the time `now`; return the maximum of the recent period."""
         if now >= self._window_started_at + self._window_s:
             self._previous_max = self._max if now < self._window_started_at + 2 * self._window_s else 0
             self._window_started_at, self._max = now, 0

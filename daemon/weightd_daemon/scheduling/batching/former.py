@@ -12,23 +12,23 @@ from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
-# The search for requests that fit into a batch ends after this number of requests that do not, because it runs for each
-# batch.
+# Number of unsuitable queued requests after which the search for requests that fit into a batch ends. The search runs
+# for each batch, so it must be short.
 _MAX_MISFITS = 64
 
-# The maximum total size of requests that share a batch. A single request may be larger.
+# Maximum total tensor bytes of the requests that share a batch. A request that runs alone may be larger.
 _MAX_BATCH_BYTES = 64 * 1024 * 1024
 
-# The maximum duration of parts of split requests, and of batches of several requests that pass over others in the
-# queue, while other requests wait; in seconds.
+# Maximum expected seconds of a batch that delays other queued requests: of a part of a split request, and of a batch of
+# several requests that overtake others in the queue.
 MAX_BATCH_S = 0.1
 
-# If at least this fraction of the maximum rows of a part fits the device's share, the part gets the maximum.
+# If a device's share of the rows is at least this fraction of the maximum part size, its part has the maximum size.
 _NEARLY_ALL = 0.8
 
 
 class SlotConstraints(NamedTuple):
-    """The constraints of the slot that a batch is formed for.
+    """The constraints on a batch that is formed for a slot.
 
     Attributes:
         policy: the batching policy of the slot.
@@ -51,7 +51,7 @@ class BatchGroup(NamedTuple):
     Attributes:
         requests: the requests, in the order of their rows.
         rows: the total number of rows.
-        is_full: whether no request that arrives later could join.
+        is_full: whether no request that arrives later could join the batch.
     """
 
     requests: list[Request]
@@ -62,16 +62,16 @@ class BatchGroup(NamedTuple):
 def form_group(
     first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float
 ) -> BatchGroup:
-    """Return the first request and the requests that share its batch.
+    """Select the requests of a batch: the first request, and queued requests that may share its batch.
 
-    Each of them will be answered before its deadline, as far as the duration of the batch can be estimated.
+    A request is added only if the expected duration of the batch lets all its requests meet their deadlines.
 
     Args:
         first: the request whose turn it is.
-        batch_key: the batch key of that request.
+        batch_key: the batch key of `first`.
         waiting: the queued requests in running order; `first` may be among them.
-        constraints: of the slot.
-        now: the time.
+        constraints: the constraints on the batch.
+        now: the time in monotonic seconds.
     """
     policy = constraints.policy
     if not _can_share(first, batch_key, policy):
@@ -112,19 +112,20 @@ def next_split_rows(
 ) -> int:
     """Return the maximum number of rows for the next part of a split request.
 
-    All devices should finish at the same time, and while other requests wait, no part should delay them for long.
+    The number is chosen so that all devices finish the request at the same time, and so that a part does not delay
+    other queued requests for long.
 
     Args:
         split: the split request, which has rows left.
         device: the device of the free slot.
-        devices: the devices of all slots that run the request, including this one.
+        devices: the devices of all slots that run the request, including `device`.
         estimates: durations of earlier batches.
         max_s: the maximum expected duration of the part, in seconds.
     """
     policy, batch_key = split.policy, split.batch_key
     share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))
     max_rows = min(policy.max_split_rows, split.next_rows)
-    # A few remaining rows would need another batch, and the shares are never known precisely.
+    # Otherwise, the few rows that are left would need another batch, although the shares are only estimates.
     rows = max_rows if share >= _NEARLY_ALL * max_rows else share
     if max_s < math.inf:
         rows = estimates.max_rows_within(device, batch_key.kind, rows, max_s)
@@ -132,7 +133,7 @@ def next_split_rows(
 
 
 def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) -> bool:
-    """Return whether the request may share a batch: its rows can be merged, and it does not exceed a batch alone."""
+    """Return whether the request may share a batch: its rows can be merged, and fit into one batch."""
     is_mergeable = (
         policy.can_merge
         and batch_key.has_only_row_inputs

@@ -1,7 +1,7 @@
-"""The batching policy of a slot, and the key by which requests are found that may share a batch.
+"""The batching policy of a slot, and the batch key, by which the daemon finds requests that may share a batch.
 
-Workers identify tenants and users by numbers. A worker may outlive the daemon, so the number depends on the name only:
-it is a digest of 48 bits, which does not collide by chance.
+Messages to and from workers identify tenants and users by numbers. A worker may outlive the daemon, so a number depends
+on the name only: it is a digest of the name with 48 bits, enough to avoid accidental collisions.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 
 from weightd_protocol.messages.inference import RequestDescription
 
-# The maximum number of names that are remembered, for reports to operators.
+# Maximum number of names that `RecentNames` remembers. Reports to operators show these names, not numbers.
 _MAX_NAMES = 4096
 
 
 @functools.lru_cache(_MAX_NAMES)
 def principal_id(principal: str) -> int:
-    """Return the number of a tenant or a user (`ClientOrigin.principal`)."""
+    """Return the number that identifies a tenant or user (`ClientOrigin.principal`) in messages to workers."""
     return int.from_bytes(hashlib.blake2b(principal.encode(), digest_size=6).digest(), "big")
 
 
 class RecentNames:
-    """The names that belong to the numbers recently sent to workers."""
+    """The names of the tenants and users whose numbers were recently sent to workers."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
     def number_of(self, principal: str) -> int:
-        """Return the number of a tenant or a user, and remember the name."""
+        """Return the number of a tenant or a user, and remember its name."""
         number = principal_id(principal)
         if number not in self._names:
             if len(self._names) >= _MAX_NAMES:
@@ -40,32 +40,32 @@ class RecentNames:
         return number
 
     def update(self, other: RecentNames) -> None:
-        """Remember the names that another instance remembers, too."""
+        """Add the names that another instance remembers."""
         for name in other._names.values():
             self.number_of(name)
 
     def name_of(self, number: int) -> str:
-        """Return the tenant or the user with this number."""
+        """Return the tenant or the user with this number, or a placeholder text if the name is not remembered."""
         return self._names.get(number, "a tenant or user of a previous daemon")
 
 
-# The decoder caches the same number of descriptions.
+# Maximum number of cached batch keys per policy. The protocol's decoder caches the same number of descriptions.
 _MAX_CACHED = 1024
 
 
 Dims = frozenset[tuple[str, tuple[int, ...]]]
-"""The name and the shape of each input, without the rows."""
+"""The name of each input, and its shape without the dimension that is the number of rows."""
 
 
 class BatchKey(NamedTuple):
-    """The form of a request, apart from its number of rows.
+    """The form of a request's inputs and outputs, by which the daemon finds requests that may share a batch.
 
     Attributes:
-        kind: equal for requests whose rows may go together.
+        kind: equal for requests whose rows may be in one batch.
         rows: the number of rows.
-        has_only_row_inputs: whether every input has rows. Each part of a split request gets the inputs without rows as
-            they are.
-        dims: the name and the dimensions of each input, without the rows.
+        has_only_row_inputs: whether every input has rows. If not, each part of a split request gets the inputs without
+            rows unchanged.
+        dims: the name of each input, and its shape without the dimension that is the number of rows.
     """
 
     kind: tuple[Any, ...]
@@ -80,17 +80,18 @@ class BatchingPolicy:
 
     Attributes:
         source_number: the number of the loaded model version. All parts of a request run on the same version.
-        inputs: the inputs whose first dimension is the number of rows.
-        outputs: the outputs whose first dimension is the number of rows.
+        inputs: the names of the inputs whose first dimension is the number of rows.
+        outputs: the names of the outputs whose first dimension is the number of rows.
         max_rows: the maximum rows of a batch of several requests; 1 if requests do not share batches.
         max_split_rows: the maximum rows of a part of a split request; 0 if requests are not split.
         sizes: the only numbers of rows that the model supports, in ascending order; empty if it supports any.
-        is_exact: whether a request in a shared batch has the same answer as alone, to the last bit. Otherwise only
+        is_exact: whether a request gets the same answer in a shared batch as alone, to the last bit. If not, only
             requests of the same principal share a batch.
-        tested_dims: the dimensions for which the rows were found to be equal; None for any. Requests with other
-            dimensions are not split, because, unlike shared batches, parts are never compared with a run in one piece.
-        unmerged_principals: principals (by `principal_id`) whose rows were found to differ. Their requests neither
-            share batches nor are split.
+        tested_dims: the input shapes for which the holder has found that rows have the same results in batches of
+            different sizes; None for all shapes. Requests with other shapes are not split: workers check shared batches
+            against separate runs, but never check the parts of a request against a run of the whole request.
+        unmerged_principals: the numbers (`principal_id`) of principals whose rows had other results in a shared batch
+            than alone. Their requests neither share batches nor are split.
     """
 
     source_number: int = 0
@@ -101,20 +102,22 @@ class BatchingPolicy:
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
     tested_dims: Dims | None = None
-    # Excluded from comparisons, so that a split request continues when this field changes.
+    # Excluded from comparisons: the parts of a split request run on slots with equal policies, and must continue to do
+    # so when this field changes.
     unmerged_principals: frozenset[int] = field(default=frozenset(), compare=False)
-    # By the identity of the description, with the description, so that no other object gets the same identity.
+    # The batch key of each description, by the `id()` of the description. The description is kept in the entry so that
+    # no other object gets the same `id()`.
     _batch_keys: dict[int, tuple[RequestDescription, BatchKey | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, BatchKey | None]], compare=False, repr=False
     )
 
     @property
     def can_merge(self) -> bool:
-        """Whether requests may share a batch."""
+        """Whether the policy allows several requests in a batch."""
         return self.max_rows > 1
 
     def should_split(self, batch_key: BatchKey, principal: str) -> bool:
-        """Return whether a request of this form is split; `principal` is the tenant or user that sent it."""
+        """Return whether a request with this batch key is split; `principal` is the sender of the request."""
         return (
             0 < self.max_split_rows < batch_key.rows
             and self.tested_dims in (None, batch_key.dims)
@@ -122,11 +125,11 @@ class BatchingPolicy:
         )
 
     def is_unmerged(self, principal: str) -> bool:
-        """Return whether the rows of a tenant or user were found to differ."""
+        """Return whether the rows of a tenant or user had other results in a shared batch than alone."""
         return bool(self.unmerged_principals) and principal_id(principal) in self.unmerged_principals
 
     def batch_key(self, description: RequestDescription) -> BatchKey | None:
-        """Return the form of a request; None if it has no rows, or different numbers of rows in its inputs."""
+        """Return the batch key of a request; None if it has no rows, or if its inputs differ in the number of rows."""
         if not self.inputs:
             return None
         cached = self._batch_keys.get(id(description))
@@ -137,7 +140,7 @@ class BatchingPolicy:
         return cached[1]
 
     def padded_rows(self, rows: int) -> int:
-        """Return the number of rows that the model receives for `rows` rows; 0 if they are not padded."""
+        """Return the number of rows to which `rows` rows are padded for the model; 0 without padding."""
         return next_size(rows, self.sizes)
 
     def _make_batch_key(self, description: RequestDescription) -> BatchKey | None:
@@ -163,5 +166,5 @@ NO_BATCHING = BatchingPolicy()
 
 
 def next_size(rows: int, sizes: Iterable[int]) -> int:
-    """Return the first of the ascending sizes that is at least `rows`; 0 if none is."""
+    """Return the first of the ascending sizes that is at least `rows`; 0 if all sizes are smaller."""
     return next((size for size in sizes if size >= rows), 0)

@@ -21,7 +21,7 @@ class PartialResult(NamedTuple):
     Attributes:
         rows: the number of rows.
         description: the description of the outputs.
-        frames: for each output its frame, or its location in the client's memory.
+        frames: the bytes of each output, or their location in the client's shared memory.
     """
 
     rows: int
@@ -32,12 +32,12 @@ class PartialResult(NamedTuple):
 def join_results(
     partials: Sequence[PartialResult], row_outputs: Collection[str]
 ) -> tuple[ResponseDescription, list[Any]]:
-    """Return the joined outputs of partial results: their description, and a frame or location for each.
+    """Join the outputs of partial results; return their description, and the frame or location of each output.
 
     Args:
         partials: the partial results in the order of their rows; at least one.
-        row_outputs: the outputs whose first dimension is the number of rows. The others must be equal in all partial
-            results.
+        row_outputs: the outputs whose first dimension is the number of rows. All other outputs must be equal in all
+            partial results.
 
     Raises:
         Internal: the partial results do not fit together. The text names the output, the expected and the received
@@ -61,7 +61,7 @@ def join_results(
 
 
 def _join_frames(frames: Sequence[Any]) -> Any:
-    """Return the location of all frames if they are contiguous in memory of the client, else their joined bytes."""
+    """Return the location of all frames if they are contiguous in the client's memory, else their joined bytes."""
     first, nbytes = frames[0], 0
     for each in frames:
         if not (isinstance(each, TensorLocation) and each == first.subrange(nbytes, len(each))):
@@ -91,8 +91,8 @@ class SplitRequest:
 
     Attributes:
         request: the request.
-        policy: the policy of the slots that may run its parts.
-        batch_key: the form of the request.
+        policy: the batching policy of the slots that may run parts of the request.
+        batch_key: the batch key of the request.
         is_ended: whether the request needs no further results.
     """
 
@@ -101,17 +101,17 @@ class SplitRequest:
         self.policy = policy
         self.batch_key = batch_key
         self.is_ended = False
-        # Each part writes its own rows to the client's memory, unless another part may still have to read an input
-        # there.
+        # Each part writes its rows directly to these locations in the client's memory. Outputs that overlap an input
+        # are not written there, because another part may still have to read the input.
         self._output_locations = {
             index: output_location
             for index, output_location in request.locations.outputs.items()
             if output_location.nbytes % batch_key.rows == 0
             and not any(map(output_location.overlaps, request.locations.inputs.values()))
         }
-        # Ranges of rows, each with the first row and the row after the last, in ascending order.
+        # The ranges of pending rows in ascending order: the first row, and the row after the last one.
         self._pending_ranges = [(0, batch_key.rows)]
-        # By the first row of each.
+        # The partial results, by the index of their first row.
         self._partial_results: dict[int, PartialResult] = {}
         self._answered_rows = 0
         self._nbytes = 0
@@ -129,7 +129,7 @@ class SplitRequest:
         return end - first
 
     def take_rows(self, rows: int) -> tuple[int, int]:
-        """Take at most `rows` of the next rows; return the first row and the number of rows."""
+        """Take at most `rows` pending rows; return the index of the first one and their number."""
         first, end = self._pending_ranges.pop(0)
         rows = min(rows, end - first)
         if first + rows < end:
@@ -137,12 +137,12 @@ class SplitRequest:
         return first, rows
 
     def put_back(self, first: int, rows: int) -> None:
-        """Return rows that were taken and that no slot runs any more."""
+        """Make rows pending again that were taken and that no slot runs any more."""
         self._pending_ranges.append((first, first + rows))
         self._pending_ranges.sort()
 
     def description_of(self, rows: int) -> RequestDescription:
-        """Return the description of a request with `rows` of the rows."""
+        """Return the description of a part of the request that has `rows` rows."""
         description = self._descriptions.get(rows)
         if description is None:
             original = self.request.description
@@ -154,7 +154,7 @@ class SplitRequest:
         return description
 
     def tensors_of(self, first: int, rows: int) -> tuple[list[Any], TensorLocations]:
-        """Return the frames of these rows, and the locations of the inputs without frames and of the outputs."""
+        """Return the input frames of these rows, and the locations of their inputs and outputs in shared memory."""
         locations = self.request.locations
         remaining_frames = iter(self.request.frames)
         frames: list[Any] = []
@@ -181,7 +181,7 @@ class SplitRequest:
     def add_result(
         self, first: int, rows: int, result: PredictResult, frames: Sequence[Any]
     ) -> tuple[PredictResult, list[Any]] | None:
-        """Add the result of some rows; return the joined result with its frames if this was the last one, else None.
+        """Add the result of some rows; return the joined result and its frames once all rows have results, else None.
 
         Raises:
             RequestError: the results cannot be joined.
@@ -215,7 +215,7 @@ class SplitRequest:
         return PredictResult(self.request.number, description, shared_indices or None), frames
 
     def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
-        """Return the location of these rows within the location of all rows."""
+        """Return the part of a tensor's location in which these rows are."""
         row_bytes = location.nbytes // self.batch_key.rows
         return location.subrange(first * row_bytes, rows * row_bytes)
 

@@ -1,7 +1,7 @@
-"""Keeps contents that crashed or hung slots from other slots.
+"""Keeps the contents of requests that crashed or hung a slot away from other slots.
 
-The digest of a large content is computed in slices, one in each turn of the loop, and the actions that depend on the
-digest wait for it.
+The digest of a large content is computed in slices, one in each turn of the event loop. Actions that depend on the
+digest are queued until the computation has ended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DigestAction = Callable[[Request, float], None]
 
 
 class _PendingAction(NamedTuple):
-    """An action that waits for the digest of a request.
+    """An action that is performed when the digest of a request's content has been computed.
 
     If `error` is not None, the request ends in that error after the action.
     """
@@ -39,7 +39,7 @@ class ContentGuard:
 
     Args:
         scheduler: the scheduler of the model.
-        fail_request: called with each request that ends here, and its error.
+        fail_request: called with each request that this object ends, and the request's error.
         schedule_by: called with the time when `continue_fingerprint` has something to do.
         client_log: the rate-limited log of client events; one object for all models.
 
@@ -64,7 +64,7 @@ class ContentGuard:
         self._fingerprint_task: FingerprintTask | None = None
 
     def check_request(self, request: Request, now: float) -> bool:
-        """Check a new request; return whether its content must be read before it runs.
+        """Check a new request; return whether its content must be read before the request runs.
 
         Raises:
             Internal: the content is in quarantine.
@@ -84,24 +84,25 @@ class ContentGuard:
         """Clear the content of an answered request from suspicion."""
         if (request.is_mutable and not request.digest) or not self.quarantine.may_be_suspected(request, now):
             return
-        # Only one such action is pending at a time. If it concerns another content, later answers will clear this one.
+        # At most one action of this kind is pending at a time. If the pending one is for another content, a later
+        # answer will clear the content of this request.
         if not any(each.action == self.quarantine.on_answered for each in self._pending_actions):
             self._act_on_digest(request, self.quarantine.on_answered, now)
 
     def on_crash(self, request: Request, now: float) -> None:
-        """Quarantine the content of a request that has ended, unless the content may have changed since."""
+        """Quarantine the content of an ended request, unless the client may have changed the content since."""
         self._act_if_unchanged(request, self._quarantine_content, now)
 
     def on_hang(self, request: Request, now: float) -> None:
-        """Record that a slot hung in a request that has ended, unless its content may have changed since."""
+        """Record a hang against an ended request's content, unless the client may have changed the content since."""
         self._act_if_unchanged(request, self._on_hang, now)
 
     def on_group_loss(self, request: Request, now: float) -> None:
-        """Record that a rank group was lost to a request that runs again."""
+        """Record, against a request's content, that a rank group was lost. The request will run again."""
         self._act_on_digest(request, self._on_group_loss, now)
 
     def on_forgiven(self, request: Request, now: float) -> None:
-        """Clear a request's content from suspicion, because the loss of a rank group had another cause."""
+        """Clear a request's content from suspicion, because the loss of the rank group had another cause."""
         self._act_on_digest(request, self.quarantine.on_answered, now)
 
     def fail_crashed(self, request: Request, error: RequestError, now: float) -> None:
@@ -113,7 +114,7 @@ class ContentGuard:
         self._fail_and_act(request, error, self._on_hang, now)
 
     def fail_pending(self) -> None:
-        """End each request whose content still had to be read."""
+        """Drop all pending actions, and end the requests that would have ended after them."""
         pending, self._pending_actions, self._fingerprint_task = self._pending_actions, deque(), None
         for request, _, error in pending:
             if error is not None:
@@ -125,7 +126,7 @@ class ContentGuard:
         return bool(self._pending_actions) or self._scheduler.queue.next_unchecked is not None
 
     def continue_fingerprint(self, now: float) -> None:
-        """Continue to read the content of a suspected request, for less than a millisecond."""
+        """Compute the next slice of a digest, for less than a millisecond; act on the digest once it is complete."""
         request = self._pending_actions[0].request if self._pending_actions else self._scheduler.queue.next_unchecked
         if request is None:
             return
@@ -145,11 +146,12 @@ class ContentGuard:
     def _fail_and_act(self, request: Request, error: RequestError, action: DigestAction, now: float) -> None:
         """End a request in an error and perform an action that needs its digest.
 
-        The client may change its memory as soon as the request has ended, so a content in shared memory is read before.
+        The client may change the content in its shared memory as soon as the request has ended, so such a content is
+        read before the request ends.
         """
         if request.is_mutable and not (request.digest or is_small(request)):
-            # The request is marked as ended, so that its other parts cannot end it again before the pending action
-            # does.
+            # The request is marked as ended here, so that its other parts cannot end the request before the pending
+            # action ends it.
             request.is_ended = True
             self._scheduler.end_split(request)
             self._pending_actions.append(_PendingAction(request, action, error))
@@ -162,7 +164,7 @@ class ContentGuard:
             self._act_on_digest(request, action, now)
 
     def _act_if_unchanged(self, request: Request, action: DigestAction, now: float) -> None:
-        """Perform an action for a request that has ended before, unless its content may have changed since."""
+        """Perform an action for an ended request, unless the client may have changed the content since."""
         if request.digest or not request.is_mutable:
             self._act_on_digest(request, action, now)
 
@@ -192,7 +194,7 @@ class ContentGuard:
         self._client_log.log(_log, logging.WARNING, request.origin.principal, text, request.id)
 
     def _reject_quarantined(self, now: float) -> None:
-        """Reject the queued requests whose contents are in quarantine, because they would crash or hang a slot."""
+        """Check the queued requests again, and reject those whose contents are in quarantine."""
         for request in self._scheduler.require_check(lambda each: self.quarantine.may_be_quarantined(each, now)):
             if is_small(request):
                 self._admit_or_reject(request, now)

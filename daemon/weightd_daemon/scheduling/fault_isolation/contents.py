@@ -1,9 +1,11 @@
 """The quarantine of request contents, and the digests by which contents are compared.
 
-A request is identified by its content, so that a client cannot take the service down by sending it again. The same
-tensors have the same content in any order. A digest of megabytes takes milliseconds, in which the daemon serves no
-other client. So contents are compared by size and by a digest of a few samples first. Only if these match is the whole
-digest computed, in slices. Nothing is computed for a content whose size differs from all known ones.
+The quarantine identifies a request by its content, so that a client cannot take the service down by sending the same
+tensors again in a new request. The order of the tensors makes no difference.
+
+The digest of a content of megabytes takes milliseconds, in which the daemon serves no other client. So contents are
+first compared by size and by a digest of a few samples. Only if both match is the digest of the whole content computed,
+in slices. If no known content has the same size, no digest is computed.
 
 A client can change a content in its shared memory after a worker has read it. So an entry for such a content applies
 only to the principal that owns the memory. Otherwise a client could have another client's content quarantined, or
@@ -21,21 +23,22 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.tensor_location import TensorLocation, iterate_tensors
 from weightd_protocol.errors import Internal
 
-# The maximum size of a content that is hashed at once, which takes 5 microseconds.
+# Maximum bytes of a content whose digest is computed at once, which takes 5 microseconds.
 SMALL_BYTES = 4096
 
-# The samples of each tensor in the sample digest of a large content.
+# Bytes of a sample, and number of samples of each tensor, in the sample digest of a large content.
 _SAMPLE_CHUNK_BYTES = 256
 _SAMPLE_CHUNKS = 16
 
-# The number of bytes that are hashed in one turn of the loop, which takes a third of a millisecond.
+# Number of bytes that are hashed in one turn of the event loop, which takes a third of a millisecond.
 SLICE_BYTES = 256 * 1024
 
 
 def compute_sample_digest(request: Request) -> bytes:
-    """Return the sample digest of a request in a few microseconds: the digest of a small content, or of samples.
+    """Return the digest of a few samples of a request's content; for a small content, the digest of all of it.
 
-    The value is computed once, because the client may change the content in its shared memory later.
+    The computation takes a few microseconds. The digest is stored in the request, because the client may change the
+    content in its shared memory later.
     """
     if not request.sample_digest:
         request.sample_digest = compute_digest(request) if is_small(request) else _sample_digest(request)
@@ -54,12 +57,12 @@ def _sample_digest(request: Request) -> bytes:
 
 
 def is_small(request: Request) -> bool:
-    """Return whether the digest takes only microseconds."""
+    """Return whether the content is so small that its digest takes only microseconds."""
     return request.content_bytes <= SMALL_BYTES
 
 
 def compute_digest(request: Request) -> bytes:
-    """Return the digest of a request; compute it if it is not known yet."""
+    """Return the digest of a request's content; compute the digest if it is not known yet."""
     task = FingerprintTask(request)
     while not task.step():
         pass
@@ -67,7 +70,7 @@ def compute_digest(request: Request) -> bytes:
 
 
 class FingerprintTask:
-    """Computes the digest of a request in steps, and stores it in the request."""
+    """Computes the digest of a request's content in steps, and stores the digest in the request."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -77,7 +80,7 @@ class FingerprintTask:
             compute_sample_digest(request)
 
     def step(self) -> bool:
-        """Hash one slice; return whether the digest is known."""
+        """Hash one slice of the content; return whether the digest is complete."""
         remaining_bytes = 0 if self.request.digest else SLICE_BYTES
         while remaining_bytes > 0:
             chunk = next(self._chunks, None)
@@ -102,21 +105,21 @@ def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Ten
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content
 
 
-# The time in seconds for which a content stays in quarantine or under suspicion: long enough to stop a loop of
-# retries, short enough that a request that only had bad luck works again the same day.
+# Seconds for which a content stays in quarantine or under suspicion: long enough to stop a loop of retries, and short
+# enough that a request that was quarantined by mistake works again the same day.
 QUARANTINE_S = 300.0
 
-# The number of hangs after which a content is quarantined. A single hang may be a process that was stopped from
-# outside. A second hang with the same content, and no answer in between, is not.
+# Number of hangs after which a content is quarantined. A single hang may come from a process that was stopped from
+# outside. A second hang in the same content, without an answer in between, very likely comes from the content.
 MAX_HANGS = 2
 
-# The maximum number of contents in a table, of about a hundred bytes each. The oldest is dropped first.
+# Maximum number of entries in a content table, of about a hundred bytes each. A full table drops its oldest entry.
 _MAX_CONTENTS = 1024
 
 
 @dataclass(frozen=True)
 class _ContentRecord:
-    """An entry of a content table: when it expires, how many slots hung in the content, its size and sample digest."""
+    """An entry of a content table: its expiry time, and the content's number of hangs, size and sample digest."""
 
     expires_at: float
     hangs: int
@@ -125,21 +128,21 @@ class _ContentRecord:
 
 
 class _ContentKey(NamedTuple):
-    """The key of a content: its digest, and the principal to which the entry applies, or "" for all."""
+    """The key of a content: its digest, and the principal to which the entry applies; "" for all principals."""
 
     digest: bytes
     principal: str
 
 
 class _ContentTable(dict[_ContentKey, _ContentRecord]):
-    """Contents by key, the oldest first. All of them expire after the same time."""
+    """Contents by key, the oldest entry first. Each entry expires `QUARANTINE_S` seconds after its addition."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sample_digests: Mapping[int, frozenset[bytes]] = {}
 
     def may_contain(self, request: Request, now: float) -> bool:
-        """Return whether the content may be in the table. For small contents, the result is exact."""
+        """Return whether the content may be in the table, by its sample digest. For small contents, this is exact."""
         if not self:
             return False
         self.drop_expired(now)
@@ -189,8 +192,8 @@ class Quarantine:
     Methods that need the digest of a request compute it, unless it is known already.
 
     Attributes:
-        quarantined: contents that are refused.
-        suspected: contents in which a slot hung, or to which a rank group was lost.
+        quarantined: the contents whose requests are refused.
+        suspected: the contents of requests in which a slot hung, or during which a rank group was lost.
     """
 
     def __init__(self) -> None:
@@ -198,18 +201,18 @@ class Quarantine:
         self.suspected = _ContentTable()
 
     def may_be_quarantined(self, request: Request, now: float) -> bool:
-        """Return whether the request may be in quarantine, so that `check_request` is worth computing its digest."""
+        """Return whether the content may be in quarantine. If not, `check_request` has no effect."""
         return self.quarantined.may_contain(request, now)
 
     def may_be_suspected(self, request: Request, now: float) -> bool:
-        """Return whether the content may be suspected, so that `on_answered` is worth computing its digest."""
+        """Return whether the content may be suspected. If not, `on_answered` has no effect."""
         return self.suspected.may_contain(request, now)
 
     def check_request(self, request: Request, now: float) -> None:
-        """Raise an error if the request is in quarantine.
+        """Raise an error if the request's content is in quarantine.
 
         Raises:
-            Internal: the text says for how long the quarantine lasts.
+            Internal: the content is in quarantine; the text contains the remaining seconds.
         """
         if not self.may_be_quarantined(request, now):
             return

@@ -1,7 +1,7 @@
 """Keeps requests from crashing slot after slot, and ends slots that hang.
 
-A slot crashes, hangs or is corrupted while it runs a batch. If the batch has a single item, that request is the
-suspected cause. If it has several, each of them runs again alone, and the outcome shows which one is the cause.
+If a slot crashes, hangs or is corrupted while it runs a batch with a single item, the item's request is the suspected
+cause. If the batch has several items, each of their requests runs again alone, which shows the cause.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from weightd_protocol.messages.worker import Ping
 
 _log = logging.getLogger("weightd")
 
-# A request is considered the cause after this many slots have died of it.
+# Number of slot deaths after which the request that ran on these slots is considered the cause.
 MAX_DEATHS = 2
 
-# A request ends after this many slots have ended while they ran it, whatever the reasons, a lack of memory included.
+# Number of slots lost while they ran a request after which the request ends in an error. All losses count, whatever the
+# reason, including a lack of memory.
 MAX_LOST_SLOTS = 5
 
-# The timeout of a self-test as a multiple of `predict_timeout`: a process may have two predicts to finish before the
+# Timeout of a self-test as a multiple of `predict_timeout`: a process may have to finish two predicts before the
 # self-test.
 _SELFTEST_TIMEOUT_FACTOR = 3
 
@@ -42,16 +43,16 @@ class FaultIsolator:
     Args:
         config: the configuration of the model.
         scheduler: the scheduler of the model.
-        fail_request: called with each request that ends here, and its error.
+        fail_request: called with each request that this object ends, and the request's error.
         schedule_by: called with the time when `continue_fingerprint` or `due_pings` has something to do.
         tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
         client_log: the rate-limited log of client events; one object for all models.
 
     Attributes:
         watchdog: watches the processes.
-        grounds: the tables of offenders, quarantined contents and suspected contents. While all are empty, callers can
-            skip `check_request` for requests that belong to no tenant.
-        suspected: contents that may crash or hang slots.
+        grounds: the tables of offending tenants, offending clients, quarantined contents and suspected contents. While
+            all four are empty, callers can skip `check_request` for clients without a tenant.
+        suspected: the table of contents that may crash or hang slots.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class FaultIsolator:
         self._slots = scheduler.slots
         self._group_failures = RankGroupFailures(MAX_LOST_SLOTS)
         self._fail_request = fail_request
-        # Tenants whose requests this model has answered. Until then a tenant's requests are confined, so that the first
-        # ones cannot take down several slots at once.
+        # The names of tenants with an answered request at this model. The requests of all other tenants are confined,
+        # so that the first requests of a tenant cannot crash several slots at once.
         self._trusted_tenants: set[str] = set()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def check_request(self, request: Request, now: float) -> bool:
-        """Check a new request; return whether its content must be read before it runs, as it may have crashed a slot.
+        """Check a new request; return whether its content must be read first, as the content may have crashed a slot.
 
         Raises:
             RequestError: the request is refused.
@@ -107,14 +108,14 @@ class FaultIsolator:
         self._contents.on_answered(request, now)
 
     def clear(self) -> None:
-        """End pending checks and forget contents, tenants and clients, because another model version is served."""
+        """Forget all contents, trusted tenants and offending clients, because the model version has changed."""
         self._contents.fail_pending()
         self._trusted_tenants.clear()
         self._contents.quarantine.clear()
         self._offenses.clear()
 
     def fail_pending(self) -> None:
-        """End each request whose content still had to be read."""
+        """Drop all pending actions, and end the requests that would have ended after them."""
         self._contents.fail_pending()
 
     @property
@@ -123,7 +124,7 @@ class FaultIsolator:
         return self._contents.has_work
 
     def continue_fingerprint(self, now: float) -> None:
-        """Continue to read the content of a suspected request, for less than a millisecond."""
+        """Compute the next slice of a digest, for less than a millisecond; act on the digest once it is complete."""
         self._contents.continue_fingerprint(now)
 
     def quarantined_count(self, now: float) -> int:
@@ -137,7 +138,7 @@ class FaultIsolator:
     # --- slots --------------------------------------------------------------------------------------------------
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a process, which may have died of the batches at its slot."""
+        """Handle the exit of a process, which the batches at its slot may have caused."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
             self._contents.on_forgiven(forgiven, now)
@@ -154,8 +155,8 @@ class FaultIsolator:
             return
         batches = list(slot.batches.values())
         _record_times(batches, now)
-        # If the process died of a later batch, the answer to the first one may be lost with it. So all requests run
-        # alone from now on.
+        # A later batch than the first may have crashed the process, and the answer to the first batch may have been
+        # lost in the crash. So the requests of all batches at the slot run alone from now on.
         requests = batches if exit_cause.may_be_own_fault else []
         origins = self._isolate_requests(requests)
         record_death(requests)
@@ -186,7 +187,7 @@ class FaultIsolator:
             self._scheduler.release_slot(process)
 
     def on_leaving(self, process: str, number: int, now: float) -> None:
-        """Handle the exit of a slot whose model may be corrupted by a failed batch, like the death of a slot."""
+        """Handle a slot that exits because a failed batch may have corrupted its model: it counts like a crash."""
         slot = self._slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         if batch is not None:
@@ -194,7 +195,7 @@ class FaultIsolator:
             self._record_loss(batch, now - batch.started_at, now)
 
     def take_overdue(self, now: float) -> Iterator[tuple[Slot, str]]:
-        """Yield the slots that have computed for too long, each with the reason to end it.
+        """Yield the slots in which a batch has exceeded `predict_timeout`, each with the reason to end the slot.
 
         Later results of such a slot are dropped.
         """
@@ -215,7 +216,7 @@ class FaultIsolator:
             yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
-        """Yield the processes to ping, each with its ping, and those to end because they did not answer, with None."""
+        """Yield each process to ping with the ping, and each process that did not answer its last ping with None."""
         due = self.watchdog.take_due(now, self._slots.is_busy)
         yield from ((process, Ping(run_selftest=False)) for process in due.pings)
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
@@ -224,7 +225,7 @@ class FaultIsolator:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
-        """Handle the loss of a rank group, with the batch that it may have."""
+        """Handle the loss of a rank group, and of the batch that the group may have been running."""
         batches = list(slot.batches.values())
         _record_times(batches, now)
         slot.batches.clear()
@@ -233,7 +234,7 @@ class FaultIsolator:
             self._on_batch_lost(slot, batch, loss, now)
 
     def _on_batch_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> None:
-        """Queue the batch of a lost rank group again, except for requests that end."""
+        """Queue the requests of a lost rank group's batch again, except for requests that end because of the loss."""
         ended = self._group_failures.on_lost(slot, batch, loss, now)
         self._scheduler.retry_alone(list(batch.items.values()), excluding=[request for request, _ in ended])
         suspect = batch.single_request if loss.error_type is not None else None
@@ -249,7 +250,10 @@ class FaultIsolator:
             self._contents.on_group_loss(suspect, now)
 
     def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
-        """Isolate the requests of batches at a dead slot, and count the deaths of single ones; return the clients."""
+        """Isolate the requests of a dead slot's batches, and return their clients.
+
+        The death counts against the request of each batch that has a single item.
+        """
         for batch in batches:
             batch.isolate_requests()
             if batch.single_request is not None:
@@ -257,7 +261,7 @@ class FaultIsolator:
         return {origin for batch in batches for origin in batch.origins}
 
     def _record_loss(self, batch: Batch, ran_s: float, now: float) -> None:
-        """Record that a slot is lost to a batch that it has run for `ran_s` seconds."""
+        """Record that a batch, which has run for `ran_s` seconds, is the cause of the loss of its slot."""
         record_death([batch])
         self._record_offense(batch.origins, ran_s, now)
         self._record_tenant_loss([batch], now)
@@ -265,13 +269,13 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def _record_offense(self, origins: set[ClientOrigin], ran_s: float, now: float) -> None:
-        """Count a lost slot against the client, if all the requests came from one."""
+        """Count a lost slot against the client that sent the requests, if it was a single client."""
         if len(origins) == 1:
             [origin] = origins
             self._offenses.record_death(origin, ran_s, now)
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
-        """Record that a slot is about to be lost to a tenant, if all the requests belong to one."""
+        """Record that a slot is about to be lost because of a tenant, if a single tenant has sent all the requests."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
@@ -280,8 +284,8 @@ class FaultIsolator:
     def _find_errors(
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> list[tuple[Request, RequestError]]:
-        """Return the running requests that end with their slot, each with its error. The others run again."""
-        # Several batches may be parts of one request.
+        """Return the requests that end because of the loss of their slot, each with its error. The others run again."""
+        # Several batches may be parts of the same split request.
         started_at = {request: batch.started_at for batch in executed for request in batch.requests}
         errors = [
             (each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()
@@ -291,7 +295,8 @@ class FaultIsolator:
     def _error_for(
         self, request: Request, started_at: float, exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> RequestError | None:
-        # Slots that ran the request at the same time may have ended for the same reason, and count once.
+        # Slots that ran parts of the request at the same time may have been lost for the same reason, so they count
+        # once.
         if started_at >= request.lost_at:
             request.lost_slots += 1
             request.lost_at = now
@@ -341,7 +346,7 @@ class FaultIsolator:
 
 
 def _record_times(batches: Sequence[Batch], now: float) -> None:
-    """Record the run times of batches at a lost slot, whatever the cause."""
+    """Record the run times of the batches at a lost slot, whatever the cause of the loss."""
     for batch in batches:
         if batch.has_started:
             batch.record_time(now - batch.started_at)

@@ -1,14 +1,14 @@
 """Restricts clients whose requests crash slot after slot, even if each request has a different content.
 
-The module only decides; callers pass the time. A client is identified by the kernel's information on two levels: the
-process or connection, and the user or address. The second level also catches a client that starts again from another
-process or on another connection.
+The module only decides; callers pass the time. The kernel's information identifies a client on two levels: the process
+or connection, and the user or address. The second level also covers a client that continues from another process or on
+another connection.
 
 A client whose requests crash slots faster than slots are replaced is confined: the slots run one confined request at a
 time. After each further crash, the client is refused for a while, longer each time.
 
-With tenants, there is only one level, the tenant, and it applies to all models: after the first crash, a tenant has one
-slot at a time at every model, and after a few more it is refused for a while.
+If tenants are configured, the tenant is the only level, and its crashes at all models count together. After the first
+crash, the tenant gets one slot at a time at every model. After a few more crashes, the tenant is refused for a while.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from dataclasses import dataclass
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_protocol.errors import ResourceExhausted
 
-# The number of deaths in a row after which a process, or a user, is confined. A single request that two slots died of
-# accounts for two.
+# Number of slot deaths in a row after which a process or connection (peer), or a user or address (principal), is
+# confined. A request that crashes a slot runs a second time, so one request can account for two deaths.
 MAX_PEER_DEATHS = 4
 MAX_PRINCIPAL_DEATHS = 8
 
-# The number of deaths after which a tenant is refused. It is confined from the first one on.
+# Number of slot deaths in a row that do not lead to the refusal of a tenant. The first one leads to confinement.
 MAX_TENANT_DEATHS = 3
 
-# Deaths count as a row if each comes within this time after the one before. A client that crashes slots more slowly
-# costs the others less than a refusal would cost an innocent client, as most slots are replaced faster.
+# Seconds without a further slot death after which the deaths of an offender are forgotten. A client that crashes slots
+# more slowly is tolerated: most slots are replaced faster, so such a client does less harm than the refusal of an
+# innocent client would.
 OFFENSE_RETENTION_S = 15.0
 
-# The duration of the first refusal, which doubles with each further death, and its maximum.
+# Seconds that the first refusal lasts, and the maximum. Each further slot death doubles the seconds.
 MIN_REFUSAL_S = 10.0
 MAX_REFUSAL_S = 60.0
 _MAX_DOUBLINGS = 10
 
-# The maximum number of offenders in a table, of about two hundred bytes each. The oldest is dropped first.
+# Maximum number of offenders in a table, of about two hundred bytes each. A full table drops its oldest entry.
 _MAX_OFFENDERS = 1024
 
 
@@ -45,8 +46,8 @@ class _Offender:
     """A process, connection, user, address or tenant whose requests have crashed slots. Times are monotonic seconds.
 
     Attributes:
-        max_deaths: the number of deaths that do not lead to a refusal.
-        confinement_deaths: the number of deaths after which the offender is confined.
+        max_deaths: the number of slot deaths that do not lead to a refusal; each further death does.
+        confinement_deaths: the number of slot deaths after which the offender's requests are confined.
     """
 
     max_deaths: int
@@ -64,14 +65,14 @@ class OffenderTable:
     """Offenders by name: the clients of one model, or the tenants of all models.
 
     Attributes:
-        offenders: the known offenders, the oldest first; always the same dictionary.
+        offenders: the offenders, the one with the oldest death first. The dictionary object stays the same.
     """
 
     def __init__(self) -> None:
         self.offenders: dict[str, _Offender] = {}
 
     def record_death(self, name: str, max_deaths: int, confinement_deaths: int, ran_s: float, now: float) -> _Offender:
-        """Count another lost slot for the offender of this name; return the offender."""
+        """Count a slot death for the offender with this name, after a run of `ran_s` seconds; return the offender."""
         self.drop_expired(now)
         offender = self.offenders.pop(name, None) or _Offender(max_deaths, confinement_deaths)  # the oldest is first
         self.offenders[name] = offender
@@ -81,12 +82,12 @@ class OffenderTable:
         if offender.deaths > max_deaths:
             doublings = min(offender.deaths - max_deaths - 1, _MAX_DOUBLINGS)
             offender.refused_until = now + min(MIN_REFUSAL_S * 2.0**doublings, MAX_REFUSAL_S)
-        # The next request may have to run as long as this one did before it crashes its slot.
+        # The client's next request may have to run as long as this request before it crashes its slot.
         offender.expires_at = max(now, offender.refused_until) + OFFENSE_RETENTION_S + ran_s
         return offender
 
     def get(self, name: str, now: float) -> _Offender | None:
-        """Return an offender whose entry has not expired."""
+        """Return the offender of this name; None if there is no entry or the entry has expired."""
         offender = self.offenders.get(name)
         return offender if offender is not None and now < offender.expires_at else None
 
@@ -117,7 +118,7 @@ class ClientOffenses:
         self.tables = self.tenant_offenders, self._client_offenders
 
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
-        """Record that a slot was lost to a client's request, which it had run for `ran_s` seconds."""
+        """Record that a slot was lost because of a client's request, which had run for `ran_s` seconds."""
         if origin.is_tenant:
             self.tenant_offenders.record_death(origin.principal, MAX_TENANT_DEATHS, 1, ran_s, now)
             return
@@ -132,7 +133,7 @@ class ClientOffenses:
         """Raise an error if the client's requests are refused now.
 
         Raises:
-            ResourceExhausted: the text says why, `retry_after` for how long.
+            ResourceExhausted: the requests are refused; `retry_after` is the remaining time.
         """
         for name, offender in self._offenders_of(origin, now):
             left = offender.refused_until - now
@@ -148,13 +149,13 @@ class ClientOffenses:
         return any(offender.is_confined for _, offender in self._offenders_of(origin, now))
 
     def should_fail_next(self, origin: ClientOrigin, now: float) -> bool:
-        """Return whether the client's next request to which a slot is lost ends at once, without a second try."""
+        """Return whether the client's next request that crashes a slot ends at once, without a second run."""
         return any(offender.deaths > 1 for _, offender in self._offenders_of(origin, now) if offender.is_confined)
 
     def clear(self) -> None:
-        """Forget the clients of this model, because another version is served.
+        """Forget the clients of this model, because the model version has changed.
 
-        The entries of tenants stay, because they may have crashed other models.
+        The entries of tenants stay, because tenants may have crashed slots of other models.
         """
         self._client_offenders.offenders.clear()
 

@@ -1,9 +1,9 @@
 """The loss of rank groups, and how it counts against the requests that they ran.
 
-The cause of a loss is seldom known at once: if one rank is killed or stopped from outside, the others fail or wait in
-vain, and their reports may arrive first. So the first loss only counts against the request that the group ran, whatever
-the reason; the second loss ends the request. A loss is forgiven if a process of the group turns out to have been ended
-from outside.
+The cause of a loss is seldom known at once: if one rank is killed or stopped from outside, the other ranks fail or
+hang, and their reports may arrive first. So the first loss only counts against the request that the group ran, whatever
+the reason for the loss; the second loss ends the request. A loss is forgiven if a process of the group turns out to
+have been ended from outside.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import RequestError, Unavailable
 
-# A request is considered the cause after this many rank groups were lost to it.
+# Number of rank groups lost while they ran a request after which the request is considered the cause.
 MAX_LOST_GROUPS = 2
 
 
 class GroupLoss(NamedTuple):
-    """The reason for the loss of a rank group, and the error of the request that caused it; None if no request did."""
+    """The reason for the loss of a rank group, and the error of the causing request; None if no request caused it."""
 
     reason: str
     error_type: type[RequestError] | None
@@ -40,12 +40,13 @@ class RankGroupFailures:
     """The lost rank groups of one model.
 
     Args:
-        max_losses: the number of lost groups after which a request ends, whatever the reasons.
+        max_losses: the number of groups lost while they ran a request after which the request ends, whatever the
+            reasons.
     """
 
     def __init__(self, max_losses: int) -> None:
         self._max_losses = max_losses
-        # By process, until the process has exited.
+        # The lost group of each process that has not exited yet.
         self._lost_by_process: dict[str, _LostGroup] = {}
 
     def on_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> list[tuple[Request, RequestError]]:
@@ -62,7 +63,8 @@ class RankGroupFailures:
             self._lost_by_process.update(dict.fromkeys(slot.all_processes, _LostGroup(suspect)))
         ended: list[tuple[Request, RequestError]] = []
         for request in dict.fromkeys(item.request for item in batch.awaited_items):
-            # Groups that ran the request at the same time may have been lost for the same reason, and count once.
+            # Groups that ran parts of the request at the same time may have been lost for the same reason, so they
+            # count once.
             if batch.started_at >= request.lost_at:
                 request.lost_slots += 1
                 request.lost_at = now
@@ -83,7 +85,8 @@ class RankGroupFailures:
         """Handle the exit of a process.
 
         Returns:
-            The request for which the loss of the process's group is forgiven, if any.
+            The request against which the loss of the process's group no longer counts, because the process was ended
+            from outside; otherwise None.
         """
         lost_group = self._lost_by_process.pop(process, None)
         if (

@@ -1,12 +1,12 @@
-"""The watchdog of READY processes: each must send a message within a period, if only the answer to a ping.
+"""The watchdog of READY processes: each must send a message within a period, at least the answer to a ping.
 
-A process hangs if one of three limits is exceeded:
+The daemon considers a process hung in three cases, which it detects in different places:
 
 - it is idle and does not answer a ping or the self-test: `Watchdog.take_due`, in this module
 - it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
 - it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
 
-`ProcessEvents.run_watchdog` ends such a process. `Watchdog` does no I/O; its callers pass the time.
+`ProcessEvents.run_watchdog` ends a hung process. `Watchdog` does no I/O; its callers pass the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class WatchdogActions(NamedTuple):
-    """The actions that are due: processes to ping, processes to self-test, and processes that did not answer."""
+    """The actions that are due: processes to ping, processes to self-test, and processes to end as unresponsive."""
 
     pings: list[str]
     selftests: list[str]
@@ -28,11 +28,11 @@ class WatchdogActions(NamedTuple):
 class _Watched:
     last_message_at: float
     last_selftest_at: float
-    # When the pending ping must be answered.
+    # The time by which the process must answer the pending ping; infinity without a ping.
     deadline: float = float("inf")
     is_pinged: bool = False
     is_selftesting: bool = False
-    # The process was busy, so it is not checked again before this time.
+    # The time before which a process that was found busy is not checked again.
     next_check_at: float = -float("inf")
 
 
@@ -44,7 +44,7 @@ class Watchdog:
         selftest_interval_s: seconds after which each process, idle or not, runs the self-test again; 0 for never.
         selftest_timeout_s: the timeout of the self-test in seconds, including earlier work that the process has to
             finish.
-        schedule_by: called with a time that may be sooner than `next_event_at` was.
+        schedule_by: called with `next_event_at` whenever the value may have changed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watchdog:
         self._selftest_timeout_s = selftest_timeout_s
         self._schedule_by = schedule_by
         self._watched: dict[str, _Watched] = {}
-        # The earliest time at which anything is due.
+        # The earliest time at which `take_due` has an action to return.
         self.next_event_at = float("inf")
 
     def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
@@ -76,7 +76,7 @@ class Watchdog:
         self._update_next_event()
 
     def on_message(self, process: str, now: float) -> None:
-        """Record that the process has answered a request."""
+        """Record that the process has sent a message that is not an answer to a ping."""
         watched = self._watched.get(process)
         if watched is not None:
             watched.last_message_at = now
@@ -92,11 +92,11 @@ class Watchdog:
             self._update_next_event()
 
     def take_due(self, now: float, is_busy: Callable[[str], bool]) -> WatchdogActions:
-        """Return the actions that are due, and consider them done.
+        """Return the actions that are due, and treat them as done.
 
         Args:
-            now: the time.
-            is_busy: called with a process; returns whether its slot computes.
+            now: the time in monotonic seconds.
+            is_busy: called with a process; returns whether its slot runs a batch.
         """
         due = WatchdogActions([], [], [])
         if now < self.next_event_at:
@@ -120,7 +120,7 @@ class Watchdog:
         return due
 
     def silence_s(self, processes: Iterable[str], now: float) -> float | None:
-        """Return for how many seconds none of the processes has sent a message, if that is too long, else None."""
+        """Return the seconds since any of the processes sent a message; None if they are within the period."""
         last_message_at = max(
             (self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf")
         )

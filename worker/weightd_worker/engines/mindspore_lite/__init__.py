@@ -10,10 +10,10 @@ from weightd_worker.engines.mindspore_lite.runner import MindSporeLiteRunner
 
 
 def make_engine(settings: BuildSettings) -> Engine:
-    """Return the engine for the device of these settings.
+    """Return the MindSpore Lite engine for the device in `settings`.
 
     Raises:
-        EngineMissing: the library cannot be used in this interpreter, or on this machine.
+        EngineMissing: the library cannot be used in this interpreter, or on this host.
         BuildError: the settings are not valid.
     """
     card, is_parallel = settings.card, Options.from_mapping(settings.options).parallel_workers > 1

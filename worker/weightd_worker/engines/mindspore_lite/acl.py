@@ -1,8 +1,9 @@
-"""Calls to libascendcl.so, the layer beneath MindSpore Lite, for functions that MindSpore Lite does not offer.
+"""Calls to libascendcl.so, CANN's library beneath MindSpore Lite, for functions that MindSpore Lite does not offer.
 
-libascendcl can be loaded after CANN's set_env.sh has set the environment, or after mindspore_lite has loaded its
-plugin. A call concerns the card that this thread has set (`Acl.set_device`). A card is never reset: in older versions
-a reset closes the card for the whole process, MindSpore Lite included. The end of the process releases it.
+libascendcl can be loaded only if CANN's set_env.sh has set the environment variables, or if mindspore_lite has already
+loaded its plugin for Ascend. Calls use the card that the calling thread has set (`Acl.set_device`). This module never
+resets a card, because a reset in older versions closes the card for the whole process, including MindSpore Lite. The
+driver releases the card when the process exits.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class AclError(WeightdError):
     """A call to libascendcl failed.
 
     Attributes:
-        call: the name of the call, or of the library if it cannot be loaded.
-        code: the return code, None if the call could not be made.
-        hint: the meaning of the code, or what to do; may be "".
+        call: the name of the called function, or of the library if it cannot be loaded.
+        code: the return code of the function; None if it could not be called.
+        hint: the meaning of the return code, or advice for the operator; may be "".
     """
 
     def __init__(self, call: str, code: Optional[int], hint: str) -> None:
@@ -47,22 +48,23 @@ class AclError(WeightdError):
 
 
 class Acl:
-    """The loaded library.
+    """Loads libascendcl, and has a method for each function that weightd uses.
 
     Raises:
-        AclError: the library cannot be loaded. Methods raise it, too, if their call is missing or fails.
+        AclError: the library cannot be loaded. Each method raises it if the library lacks the function or the call
+            fails.
     """
 
     def __init__(self) -> None:
         try:
             self._library: Any = ctypes.CDLL(_LIBRARY)
         except OSError as error:
-            # The message begins with the name of the missing library: this one, or one that it depends on.
+            # The message begins with the name of the library that is missing: libascendcl, or one of its dependencies.
             reason = str(error).replace(f"{_LIBRARY}: ", "", 1)
             raise AclError(_LIBRARY, None, f"{reason}; {_SOURCE}") from None
 
     def initialize(self) -> None:
-        """Initialize the library, which the other calls require in a process that has built no model."""
+        """Initialize libascendcl. Other calls require this in a process that has built no model on a card."""
         self._call("aclInit", ctypes.c_char_p(None), accepted_code=_REPEATED_INITIALIZE)
 
     def device_count(self) -> int:
@@ -81,25 +83,30 @@ class Acl:
         return name.decode("ascii", "replace")
 
     def set_device(self, device: int) -> None:
-        """Set the card for later calls of this thread. In a process that has used no card, it takes card memory."""
+        """Set the card for later calls of this thread. The first card that a process sets costs memory on the card."""
         self._call("aclrtSetDevice", ctypes.c_int32(device))
 
     def memory(self) -> DeviceMemory:
-        """Return the total and free memory of the card that is set."""
+        """Return the total and free memory of the card that this thread has set."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("aclrtGetMemInfo", ctypes.c_int(_HBM), ctypes.byref(free), ctypes.byref(total))
         return DeviceMemory(int(total.value), int(free.value))
 
     def bare_pid(self) -> int:
-        """Return the driver's number for this process, which differs from os.getpid() in a container."""
+        """Return the pid by which the driver identifies this process. In a container it differs from os.getpid()."""
         pid = ctypes.c_int32()
         self._call("aclrtDeviceGetBareTgid", ctypes.byref(pid))
         return int(pid.value)
 
     def allow(self, handle: int, pids: Sequence[int]) -> None:
-        """Add pids to the list of processes that may use a handle exported by this process."""
+        """Allow further processes to use weights that this process has exported.
+
+        Args:
+            handle: the handle of the exported weights.
+            pids: the processes' `bare_pid` numbers.
+        """
         numbers = (ctypes.c_int32 * len(pids))(*pids)
-        # By default ctypes passes an int of 32 bits, so the handle needs an explicit type.
+        # The handle needs an explicit type, because ctypes would pass a Python int as a C int of 32 bits.
         self._call("aclrtMemSetPidToShareableHandle", ctypes.c_uint64(handle), numbers, ctypes.c_size_t(len(pids)))
 
     def _call(self, name: str, *arguments: Any, accepted_code: int = 0) -> None:

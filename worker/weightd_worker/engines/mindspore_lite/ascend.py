@@ -1,23 +1,24 @@
 """MindSpore Lite on an Ascend card, where the library itself shares weights between processes.
 
-Limits of the library, from the source of 2.7.0, and what this module does about them:
+Limits of the library, from the source of MindSpore Lite 2.7.0, and how this module handles them:
 
-- Sharing is set by two keys of the section ascend_context, which the library silently ignores in many cases
-  (`_NOT_EXPORTED`). It then exports the handle "". This is a `BuildError`, because otherwise each worker would have a
-  private copy of the weights.
-- It parses the list of pids, or the handle, only after it has allocated memory, and reads a handle only as far as it
-  is a number. Both are checked before.
-- If sharing fails in a build, the build reports success to the layer above, which then fails for another reason, or
-  runs the model of this process that has the id 0. So a process has one model and one build, and runs a self-test
-  after it.
-- A failed build keeps the card's memory until the process ends: `can_rebuild` is false.
-- Each attach writes the weights again, from its process's file, into the memory that all processes use, and the library
-  does not compare the files. The daemon does, by the digests in the HELLO messages.
-- It uses card 0 instead of a card that does not exist, with a warning in the log. So the card is checked before.
-- It cannot add a pid after the build, but libascendcl can (`acl`).
-- It rejects a resize to a size that the model was not converted for, and changes nothing: `InvalidArgument`. But in a
-  model with gears for the batch, it checks the batch of the first input only, and reads other inputs beyond their end.
-  So if the outputs show that there are gears, batches that differ are rejected here.
+- Two keys of the library's configuration section ascend_context enable sharing, but the library silently ignores them
+  in many cases (`_NOT_EXPORTED`) and then exports "" as the handle. This module raises a `BuildError` in this case,
+  because each worker would have a private copy of the weights.
+- The library parses the list of pids, or the handle, only after it has allocated memory, and accepts a handle with
+  trailing text. So this module checks both before the build.
+- If sharing fails during a build, the library may still report success. It then fails later for another reason, or runs
+  another model of the process, the one with the id 0. So a process has only one model and one build, and runs a
+  self-test after the build.
+- After a failed build, the card's memory stays allocated until the process exits. So `can_rebuild` is false.
+- Each attaching process writes the weights from its own file again into the shared memory, and the library does not
+  check that the files are equal. The daemon does, by the digests in the HELLO messages.
+- If a card does not exist, the library uses card 0 and only logs a warning. So this module checks the card's number.
+- The library cannot allow further pids after the build, but libascendcl can (`acl`).
+- If the model was not converted for a size, the library rejects the resize, and the model stays intact: this is an
+  `InvalidArgument`. But if the model has gears for the batch size, the library checks the batch size of the first input
+  only, and reads other inputs beyond their end. So if the shapes of the outputs show that the model has gears, this
+  module rejects inputs with different batch sizes.
 """
 
 from __future__ import annotations
@@ -53,17 +54,18 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 from weightd_worker.nativelog import NativeLog
 
 _log = logging.getLogger("weightd.worker")
-_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # the cards that a process sees, which it then numbers from 0
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # lists the cards that a process may use; the process numbers them from 0
 OUT_OF_MEMORY_MARKS = ("Acl open device", "207001", "EI0019")
-"""Marks in the log of a full card: no place for a process (model_process.cc:118), no memory (a code of ACL), a port
-that another process uses (a code of HCCL)."""
+"""Texts in the library's log that show that the card cannot be used now: it accepts no further process
+(model_process.cc:118), it has no free memory (a return code of ACL), or another process uses its port (an error code of
+HCCL)."""
 
 
 class MindSporeLiteAscend(MindSporeLite):
-    """Runs a MindIR model on one card. The handle is the library's, a decimal number.
+    """Engine that runs a MindIR model on one card. The library's handle for shared weights is a decimal number.
 
     Raises:
-        EngineMissing: the library cannot share weights, or the machine has no Ascend driver.
+        EngineMissing: the library cannot share weights, or the host has no Ascend driver.
         BuildError: an option is not valid.
     """
 
@@ -79,7 +81,7 @@ class MindSporeLiteAscend(MindSporeLite):
         self.sharing = self._handle_sharing or NotShared()
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the model: for the processes of `pids`, on the handle, or, with neither, with private weights."""
+        """Build the model. Weights are shared with the processes in `pids`, or taken from `handle`, or else private."""
         if self._is_built:
             raise BuildError("this process has built a model on a card before; only a new process can build another")
         self._is_built = True
@@ -99,39 +101,42 @@ class MindSporeLiteAscend(MindSporeLite):
 
     def _context(self) -> Any:
         context = self._library.Context()
-        context.target = ["ascend"]  # the first target decides; after "cpu" the card would never be used
+        context.target = ["ascend"]  # the library uses only the first target, so "cpu" must not come first
         context.ascend.device_id = self._card
         self._options.set_ascend(context.ascend)
         return context
 
     def _ascend_section(self) -> Dict[str, str]:
-        """Return the keys of the library's section ascend_context, except those for sharing."""
+        """Return the keys and values of the configuration section ascend_context, except the keys for sharing."""
         return {}
 
     @property
     def gears(self) -> Gears:
-        """The gears that the converter has recorded: only from ge.dynamicDims, and readable from version 2.7 on."""
+        """The gears that the converter has recorded in the model.
+
+        The converter records only gears from its option ge.dynamicDims, and the library reports them since version 2.7.
+        """
         info = getattr(self._model, "get_model_info", None)
         if info is None:
             return ()
         return parse_gears(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model; reject inputs of different batches if the card would use the first input's for all."""
+        """Run the model. Reject inputs with different batch sizes if the card would check only the first input."""
         batches = {name: len(inputs[name]) for name in self._batch_inputs}
         if len(set(batches.values())) > 1:
             raise InvalidArgument(f"inputs: expected one batch for all, got {batches}: the model has gears for it")
         return super().predict(inputs)
 
     def update_weights(self, weights: Arrays) -> None:
-        """Replace weights of a model that was converted for it (the option variable_weights)."""
+        """Replace weights of a model that was converted for changing weights (the option variable_weights)."""
         if not self._options.variable_weights:
             raise BuildError("the weights of this model cannot be changed: the option variable_weights is not set")
         if not weights:
             raise BuildError("the file contains no weights")
         tensors: List[Any] = []
         for name, array in weights.items():
-            # The library ignores arrays of other layouts or byte orders, without an error.
+            # The library silently ignores arrays that are not contiguous or not in native byte order.
             tensor = self._library.Tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
             tensor.name = name
             tensors.append(tensor)
@@ -139,7 +144,7 @@ class MindSporeLiteAscend(MindSporeLite):
             self._model.update_weights([tensors])
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Return the total and free memory of the card, according to the driver; None if that fails."""
+        """Return the total and free memory of the card as the driver reports it; None if the query fails."""
         try:
             acl = Acl()
             acl.set_device(self._card)
@@ -149,9 +154,10 @@ class MindSporeLiteAscend(MindSporeLite):
             return None
 
     def _find_batch_inputs(self) -> List[str]:
-        """Return the inputs with a free batch that the model's gears determine; empty if it accepts any batch.
+        """Return the inputs whose batch size must be one of the model's gears; empty if any batch size is accepted.
 
-        A card reports the output shapes of the largest gear if there are gears, and -1 for a dimension of any size.
+        The method infers this from the output shapes: the library reports the shapes for the largest gear if the model
+        has gears, but -1 for a dimension that may have any size.
         """
         inputs, outputs = self.signature
         free = {each.name: each.shape for each in inputs if each.shape is None or -1 in each.shape}
@@ -161,7 +167,7 @@ class MindSporeLiteAscend(MindSporeLite):
         return list(free)
 
     def _failure_hint(self, cause: str) -> str:
-        """Return advice about a failed build, according to the library's log, or ""."""
+        """Return advice for the operator about a failed build; "" if the cause in the library's log is another one."""
         if "ExportToShareableHandle" not in cause:
             return ""
         kind = "this card"
@@ -186,7 +192,16 @@ _SIZE = re.compile(r"[0-9]{1,9}")
 
 
 def parse_gears(inputs: Sequence[TensorSignature], dynamic_dims: str, input_shape: str) -> Gears:
-    """Return the gears, or () if the texts cannot be parsed or concern other inputs; the card then rejects sizes."""
+    """Return the gears that the converter has recorded in the model.
+
+    The result is () if the texts cannot be parsed or do not match the model's inputs. The card then rejects sizes that
+    it does not support.
+
+    Args:
+        inputs: the inputs of the model.
+        dynamic_dims: the recorded sizes, such as "1,224;8,224".
+        input_shape: the recorded shapes with -1 for each free dimension, such as "x:-1,3,-1,224".
+    """
     model_dims = [(each.name, axis) for each in inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
     recorded_dims = _free_dims(input_shape)
     if not dynamic_dims or sorted(recorded_dims) != sorted(model_dims):
@@ -219,7 +234,7 @@ _HANDLE = "shareable_weight_mem_handle"
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 _MAX_PID = 2**31 - 1
 _MAX_HANDLE = 2**64 - 1
-_GRANULE = 2 * 1024 * 1024  # a huge page of the card
+_GRANULE = 2 * 1024 * 1024  # size of a huge page of the card in bytes; the library rounds shared memory up to it
 _TOO_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
 
 _NO_PID = (
@@ -236,15 +251,15 @@ _NOT_EXPORTED = (
 
 
 class WeightHandleSharing(WeightSharing):
-    """Shares weights by the library's handle, a decimal number.
+    """Shares weights between processes by the library's handle, which is a decimal number.
 
     Args:
         library: the module mindspore_lite.
-        log: the log to which the library writes its errors.
+        log: finds the library's errors in the process's log.
         card: the number of the card.
 
     Raises:
-        EngineMissing: the library cannot share weights, or the machine has no Ascend driver.
+        EngineMissing: the library cannot share weights, or the host has no Ascend driver.
     """
 
     traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -258,14 +273,18 @@ class WeightHandleSharing(WeightSharing):
         self._exported_handle = ""
 
     def current_pid(self) -> str:
-        """Return the driver's number for this process, which differs from os.getpid() in a container."""
+        """Return the pid by which the driver identifies this process. In a container it differs from os.getpid()."""
         return self._pid
 
     def build_section(self, pids: Sequence[str], handle: str) -> Dict[str, str]:
-        """Return the keys of the section ascend_context for a build: the processes to share with, or else the handle.
+        """Return the keys and values of the configuration section ascend_context that enable sharing in a build.
+
+        Args:
+            pids: in a holder, the processes to share the weights with.
+            handle: in a worker, the holder's handle.
 
         Raises:
-            BuildError: a pid or the handle is not a valid number, which the library might take for another one.
+            BuildError: a pid or the handle is not a valid number. The library might read it as another number.
         """
         section: Dict[str, str] = {}
         if pids:
@@ -276,12 +295,12 @@ class WeightHandleSharing(WeightSharing):
         return section
 
     def on_built(self, model: Any, path: str) -> None:
-        """Take the library's model after a build from the file at `path` with the keys of `build_section`."""
+        """Store the built model, of which `export` later reads the handle. `path` is the model's file."""
         self._model = model
         self._path = path
 
     def export(self, store: str) -> SharedWeights:
-        """Return the handle that the build has exported."""
+        """Return the handle with which the build has exported the weights."""
         if not self._is_sharing:
             return SharedWeights("", 0, "weights are not shared: the build order lists no process to share with")
         handle = self._model.get_model_info(_HANDLE)
@@ -291,7 +310,7 @@ class WeightHandleSharing(WeightSharing):
         return SharedWeights(handle, self._shared_bytes(), "")
 
     def allow(self, pids: Sequence[str]) -> None:
-        """Let the driver accept further processes, through libascendcl."""
+        """Call libascendcl, so that the driver lets further processes attach."""
         if not self._exported_handle:
             raise AttachRefused("this process has exported no weights")
         try:
@@ -303,16 +322,16 @@ class WeightHandleSharing(WeightSharing):
             raise AttachRefused(str(error)) from None
 
     def attach(self, handle: str) -> SharedWeights:
-        """Return the shared weights. The build has already attached to them."""
+        """Return how much is shared. The build has already attached to the weights."""
         if not self._is_sharing:
             return SharedWeights("", 0, "weights are not shared: the holder has no handle")
         return SharedWeights(handle, self._shared_bytes(), "")
 
     def trim_store(self, handle: str) -> None:
-        """Do nothing: attaching needs no resources that could be freed."""
+        """Do nothing: attaching needs no additional resources."""
 
     def _shared_bytes(self) -> int:
-        """Estimate the shared bytes: the size of the files, mostly weights, rounded up as the library does."""
+        """Estimate the size of the shared weights in bytes: the size of the model's files, rounded up to huge pages."""
         size = 0
         with contextlib.suppress(ModelFileError, OSError):
             size = sum(file.nbytes for file in model_files(Path(self._path), is_own_copy=True))
@@ -331,7 +350,7 @@ def _read_pid(library: Any, log: NativeLog) -> str:
 
 
 def _parse_decimal(what: str, text: str, max_value: int) -> int:
-    """Parse a decimal number strictly, because the library's lenient parser might take it for another number."""
+    """Parse a decimal number strictly. The library's lenient parser might read an invalid text as another number."""
     if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= max_value:
         raise BuildError(f"{what}: expected a decimal number from 1 to {max_value}, got {text!r}")
     return int(text)

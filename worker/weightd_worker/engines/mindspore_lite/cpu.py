@@ -1,17 +1,18 @@
 """MindSpore Lite on the CPU.
 
-The library rearranges some weights only in the first predict, so weights are shared after it (`Engine`). The first
-predict also determines how later predicts of the same Model compute. Measured on 2.0.0:
+The library rearranges some weights only in the first predict of a built model, so weights are shared after this predict
+(see `Engine`). The first predict also determines how later predicts of the same Model object compute. Measured on
+MindSpore Lite 2.0.0:
 
-- An LSTM sizes its buffers in the first predict. A later predict of a larger shape writes past their end: its answer is
-  wrong without an error, or the process crashes. After a first predict of the largest shape, every smaller shape has
-  the same bits as in a new process.
-- A convolution chooses its kernel in the first predict. A later predict of another height or width uses that kernel,
-  too, and its answer differs in the last bits from the answer of a new process.
-- A new Model in the same process gives the same bits as a new process.
+- An LSTM sizes its buffers in the first predict. If a later predict has a larger shape, it writes past the end of the
+  buffers: the answer is wrong without an error, or the process crashes. After a first predict of the largest shape, the
+  answers to all smaller shapes have the same bits as in a new process.
+- A convolution chooses its kernel in the first predict. A later predict of another height or width uses the same
+  kernel, and the last bits of its answer differ from the answer of a new process.
+- A new Model object in the same process gives the same bits as a new process.
 
-So a Model never computes a shape that its first one does not cover, and a model with a kernel that depends on the first
-shape gets a new Model for each shape.
+Therefore this engine builds a new Model object if a dimension of the inputs is larger than in the first predict. If
+answers depend on the shape of the first predict, the engine builds a new Model object for each change of shape.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 
 _log = logging.getLogger("weightd.worker")
 
-# The wait for the lock, in seconds, is much shorter than the default time limit of a predict.
+# Maximum number of seconds for which a process waits for the build lock: much less than a predict's default time limit.
 _LOCK_TIMEOUT_S = 5.0
 Shape = Tuple[int, ...]
 InputShapes = Tuple[Shape, ...]
 """The shapes of all inputs, in the order in which the model declares them."""
 
-# Limit of the growth of the first shape: the joined shape of two requests may be far larger than either, and a Model
-# keeps the memory for it.
+# Maximum factor by which the first shapes of a new Model may exceed the larger shapes of two requests, in elements.
+# Shapes that cover both requests may be far larger than either, and the Model keeps memory for them.
 _MAX_GROWTH = 4
 
 
 class MindSporeLiteCpu(MindSporeLite, CpuEngine):
-    """Runs a MindIR model on the CPU, where weightd shares its pages."""
+    """Engine that runs a MindIR model on the CPU. weightd shares the model's memory pages."""
 
     is_limited_by_first_shape = True
 
@@ -52,13 +53,13 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         CpuEngine.__init__(self, settings)
         self._path = ""
         self._handle = ""
-        # The shapes of the first predict of the built Model, and of the last one.
+        # The shapes of the first and of the last predict of the built Model; None before the first predict.
         self._first_shapes: Optional[InputShapes] = None
         self._last_shapes: Optional[InputShapes] = None
 
     @property
     def max_shape(self) -> Optional[Dict[str, Shape]]:
-        """The option `max_shape`, None if it is not set."""
+        """The option `max_shape`; None if it is not set."""
         max_shape = self._options.max_shape
         return None if max_shape is None else dict(max_shape)
 
@@ -70,17 +71,17 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         self._build_model()
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model, on a new Model if the current one must not compute these shapes."""
+        """Run the model. Build a new Model first if the current Model must not compute these shapes."""
         shapes = self._shapes_of(inputs)
         if shapes == (self._first_shapes if self.should_rebuild_per_shape else self._last_shapes):
             return self._compute(inputs)
         return self._compute_other_shapes(shapes, inputs)
 
     def _compute_other_shapes(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
-        """Compute shapes that differ from the last predict.
+        """Run the model on inputs whose shapes differ from the shapes in the last predict.
 
         Raises:
-            NotRun: the option `max_shape` does not cover the shapes.
+            NotRun: the shapes are larger than the option `max_shape`.
             ModelCorrupted: the predict failed, or the model could not be built again.
         """
         self._check_max_shape(shapes)
@@ -93,7 +94,10 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return outputs
 
     def _compute_on_new_model(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
-        """Compute on a new Model whose first shapes are these; keep one that also covers the first shapes before."""
+        """Build a new Model, run it on these inputs, and return the outputs.
+
+        If possible, then build and keep a Model whose first shapes also cover the first shapes of the previous Model.
+        """
         with _build_lock(self._path):
             target = shapes
             if self._first_shapes is not None and not self.should_rebuild_per_shape:
@@ -112,9 +116,10 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             self._page_sharing.reattach()
 
     def _build_larger(self, shapes: InputShapes, target: InputShapes, inputs: Arrays, outputs: Arrays) -> InputShapes:
-        """Build a Model that computes `target` first; return the first shapes of the Model that is kept.
+        """Build a Model whose first predict has the shapes `target`. Return the first shapes of the Model that is kept.
 
-        If that Model answers this request differently, the engine builds a new Model for each shape from now on.
+        If this Model does not run on `target`, a Model with the first shapes `shapes` is kept. If the new Model's
+        answer to `inputs` differs from `outputs`, the engine builds a new Model at each change of shape from now on.
         """
         self._rebuild()
         try:
@@ -132,7 +137,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return MindSporeLite.predict(self, inputs)
 
     def _shapes_of(self, inputs: Arrays) -> InputShapes:
-        # Read from the signature, because other threads may call this while a new Model is being built.
+        # Do not use the Model here, because another thread may be building a new one.
         return tuple([inputs[each.name].shape for each in self._signature.inputs])
 
     def _check_max_shape(self, shapes: InputShapes) -> None:
@@ -147,7 +152,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
                 )
 
     def _rebuild(self) -> None:
-        # Free the old Model before the new one is built, to save memory.
+        # Free the old Model first, so that both Models are never in memory at the same time.
         self.discard_model()
         try:
             self._start_build(self._handle)
@@ -160,7 +165,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         self._build(self._path, self._context(), {})
 
     def discard_model(self) -> None:
-        """Free the built model. Its shared pages stay in the page store, which is a file."""
+        """Free the built model. Its shared pages stay in the file of the page store."""
         self._bind_inputs([])
         del self._model
 
@@ -174,7 +179,10 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
 @contextlib.contextmanager
 def _build_lock(path: str) -> Generator[None, None, None]:
-    """Let one process of a model build at a time, because a build needs several times the memory of the weights."""
+    """Lock the model's file in the block, so that only one of the model's processes builds it at a time.
+
+    A build temporarily needs several times the memory of the weights.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -187,8 +195,11 @@ def _build_lock(path: str) -> Generator[None, None, None]:
 
 
 def _acquire_lock(descriptor: int) -> None:
-    """Take the lock, or give up after some seconds: a build without the lock costs memory, but changes no answer."""
-    # The process that holds the lock may be stopped, and a file system may not support locks.
+    """Try to lock the file, and return after some seconds without the lock.
+
+    A build without the lock only takes more memory at the same time.
+    """
+    # The process that holds the lock may be stopped by a signal, and the file system may not support locks.
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
@@ -200,7 +211,7 @@ def _acquire_lock(descriptor: int) -> None:
 
 
 def covers(first: InputShapes, shapes: InputShapes) -> bool:
-    """Return whether every dimension of `shapes` is at most the same dimension of `first`."""
+    """Return whether no dimension of `shapes` is larger than the same dimension of `first`."""
     return all(
         len(one) == len(other) and all(dim <= bound for dim, bound in zip(one, other))
         for one, other in zip(shapes, first)
@@ -208,16 +219,17 @@ def covers(first: InputShapes, shapes: InputShapes) -> bool:
 
 
 def grow_shapes(first: InputShapes, shapes: InputShapes, declared: Sequence[Shape]) -> InputShapes:
-    """Return the shapes that a new Model computes first so that it covers `shapes`.
+    """Return the shapes for the first predict of a new Model. They cover `shapes` and, if possible, also `first`.
 
-    They also cover `first`, so that clients with different shapes do not cause a build each in turn. The number of rows
-    is rounded up to a power of two, so that a client whose requests have one row more each time causes few builds. If
-    the result had more than four times the elements of the larger of both, `shapes` is returned.
+    By covering `first`, two clients that alternately send different shapes do not cause a build with each request. The
+    number of rows is rounded up to a power of two, so that a client whose requests grow by one row each time causes
+    only few builds. If the resulting shapes had more than four times the elements of `first` and of `shapes`, the
+    function returns `shapes`.
 
     Args:
-        first: the first shapes of the Model that is replaced.
-        shapes: the shapes of a request.
-        declared: the shapes that the model declares; a free dimension is -1.
+        first: the shapes in the first predict of the Model that is replaced.
+        shapes: the shapes of the request that the new Model must compute.
+        declared: the shapes in the model's signature; a free dimension is -1.
     """
     rows = {shape[0] for shape, known in zip(shapes, declared) if known[:1] == (-1,)}
     (count,) = rows if len(rows) == 1 else (0,)

@@ -1,18 +1,21 @@
-"""Rank engine of MindSpore Lite's graph engine, the provider "ge", on an Ascend card.
+"""Rank engine for MindSpore Lite with the graph engine (the provider "ge") on an Ascend card.
 
-Limits of the library, from the sources of 2.7 and HCCL, and what this module does about them:
+Limits of the library, from the sources of MindSpore Lite 2.7 and HCCL, and how this module handles them:
 
-- The library joins the group during the build, with local checks only, and connects to the other ranks in the first
-  predict, so joining is no separate step. How long it waits for missing ranks, and for other ranks within a predict, is
-  set by environment variables that HCCL reads once. They are set before the import.
-- Without a rank table, or with a misspelt key for it, a build succeeds and the first predict fails. So the key is in
-  the options of the build, which override options of a file. Versions before 2.7 ignore the rank's number.
-- The options of the first model of a process apply to all, so a process has one model.
-- The library reads a MindIR as exported by MindSpore. Tensors have the names and the order of the file here, because
-  the library names outputs differently in each rank. Their datatypes and shapes come from the built model.
-- The library shares no weights. It waits for other ranks without the GIL, so pings could be answered meanwhile, and
-  without a time limit, so the daemon's limit has to be the shorter one.
-- A failed predict corrupts the results of the other ranks: `ModelCorrupted`. A resize runs nothing: `RankRejected`.
+- The library joins the group during the build, without contacting other ranks, and connects to them in the first
+  predict. So `join_group` does nothing. Environment variables set the time limits for connecting and for waiting within
+  a predict. HCCL reads the variables once, so this module sets them before the import.
+- If the key for the rank table is missing or misspelt, the build succeeds, but the first predict fails. So this module
+  passes the key in the arguments of the build, which override the options in a file. Versions before 2.7 ignore the
+  rank's number, so they are rejected.
+- The options of the first model of a process apply to all its models. So a process has only one model.
+- The library reads a MindIR that MindSpore has exported, and names the outputs differently in each rank. So tensors
+  have the names and the order of the file here. Their datatypes and shapes come from the built model.
+- The library cannot share weights.
+- The library waits for other ranks without a time limit, so the daemon's time limit must end a predict that hangs. The
+  library does not hold the GIL meanwhile, so another thread could answer pings.
+- A failed predict corrupts the results of the other ranks, so it raises `ModelCorrupted`. A failed resize sends nothing
+  to other ranks, so it raises `RankRejected`.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ _TOO_OLD = "mindspore_lite {} does not support ranks; install 2.7 or later"
 
 
 class MindSporeLiteRank(RankEngine):
-    """Runs one slice. A process can have only one."""
+    """Rank engine that runs one slice on a card. A process can have only one such engine."""
 
     name = "mindspore_lite"
 
@@ -66,7 +69,7 @@ class MindSporeLiteRank(RankEngine):
         return self._slice.versions()
 
     def join_group(self) -> None:
-        """Do nothing: ranks connect in their first predict."""
+        """Do nothing: the library connects the ranks in their first predict."""
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
         """Build the slice."""
@@ -75,27 +78,27 @@ class MindSporeLiteRank(RankEngine):
         return self._slice.signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the slice, and copy the outputs."""
+        """Run the slice together with the other ranks, and copy the outputs."""
         try:
             return self._slice.predict(inputs)
         except InvalidArgument as error:
             raise RankRejected(str(error)) from None
         except ModelCorrupted as error:
-            # The first predict allocates the card's memory.
+            # Lack of memory shows only here, because the library allocates the card's memory in the first predict.
             if any(each in str(error) for each in OUT_OF_MEMORY_MARKS):
                 raise OutOfDeviceMemory(str(error)) from None
             raise
 
     def leave_group(self) -> None:
-        """Do nothing: there is no broker."""
+        """Do nothing: this engine has no broker to notify."""
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Return the total and free memory of the card, according to the driver; None if that fails."""
+        """Return the total and free memory of the card as the driver reports it; None if the query fails."""
         return self._slice.memory()
 
 
 class _Slice(MindSporeLiteAscend):
-    """A model as a rank builds it.
+    """The engine with which a rank builds and runs its slice.
 
     Raises:
         EngineMissing: the library does not support ranks.
@@ -111,20 +114,20 @@ class _Slice(MindSporeLiteAscend):
             raise EngineMissing(_TOO_OLD.format(self._library.__version__))
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the slice, whose weights are never shared."""
+        """Build the slice with private weights."""
         self._file_signature = read_signature(model)
         super().build(model, pids=pids, handle=handle)
 
     @property
     def signature(self) -> ModelSignature:
-        """The signature of the built model, with the names of the file."""
+        """The signature of the built model, but with the names of inputs and outputs in the model's file."""
         file_signature, (inputs, outputs) = self._file_signature, super().signature
         return ModelSignature(
             _with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs)
         )
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the slice, and copy the outputs."""
+        """Run the slice, and return copies of the outputs under the names in the model's file."""
         outputs = super().predict(
             {name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)}
         )

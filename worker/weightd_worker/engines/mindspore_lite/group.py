@@ -1,16 +1,17 @@
-"""Model groups: several models of one card in one process share their workspace, their weights or both.
+"""Model groups: several models in one process on a card share their workspace, their weights or both.
 
-Limits of the library's ModelGroup, from the source of 2.7, and what this module does about them:
+The workspace is the memory on the card that predicts use. Limits of the library's class ModelGroup, from the source of
+MindSpore Lite 2.7, and how this module handles them:
 
-- The group has to know all models before the first is built, and builds each once to learn its size. After the first
-  real build it refuses that, for the life of the process. So a process has one group, which adds all models, calculates
-  the size of the workspace, and then builds them.
-- The calculation holds the GIL, so the process answers nothing meanwhile.
-- A context belongs to one build, so the calculation has a separate one.
-- The group identifies a model by the text of its path; another text is another model. Versions before 2.1 have no
-  groups.
-- Models with a common workspace must not run at the same time, so one thread runs all of them, one after another.
-- A model in a group shares nothing with other processes, whatever its options. So it gets no sharing options.
+- The library must know all models of the group before it builds the first one. To calculate the size of the workspace,
+  it builds each model once, and it refuses this calculation for the life of the process after the first real build. So
+  a process has one group, which adds all models, calculates the size of the workspace, and then builds the models.
+- The library holds the GIL during the calculation, so the process cannot answer pings meanwhile.
+- A context object can be used for one build only, so the calculation has a separate context.
+- The library identifies a model by the text of its path: two different texts are two models. Versions before 2.1 have
+  no ModelGroup.
+- Models with a common workspace must not run at the same time, so one thread runs all models, one after another.
+- A model in a group cannot share weights with other processes, whatever its options. So it gets no sharing options.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _TOO_OLD = "mindspore_lite {} does not support model groups; install 2.1 or late
 
 
 class ModelGroup:
-    """The models of a process.
+    """All models of a process, which share memory on a card.
 
     Args:
-        device: the card of all models.
-        share: "weights", "workspace" or "both".
-        models: path and options of each model.
+        device: the card that runs all models, such as "ascend:0".
+        share: the memory that the models share: "weights", "workspace" or "both".
+        models: path and engine options of each model.
 
     Attributes:
-        engines: one engine for each model, not built yet.
+        engines: an engine for each model. The models are built only by `build`.
 
     Raises:
-        EngineMissing: the library cannot be used, or has no groups.
-        BuildError: an option is not valid, or `share` or the device is not.
+        EngineMissing: the library cannot be used, or does not support model groups.
+        BuildError: an option, `share` or the device is not valid.
     """
 
     def __init__(self, device: str, share: str, models: Sequence[Tuple[str, Mapping[str, Any]]]) -> None:
@@ -61,10 +62,10 @@ class ModelGroup:
             raise EngineMissing(_TOO_OLD.format(library.__version__))
 
     def build(self) -> None:
-        """Add all models, calculate the size of the workspace, and build each model.
+        """Add all models to the library's group, calculate the size of the workspace, and build each model.
 
         Raises:
-            BuildError: the library rejects a model. None of the models can be used then.
+            BuildError: the library rejects a model. Then no model of the group can be used.
         """
         library, first = self.engines[0].library, self.engines[0]
         with first.log.translate_errors(BuildError):

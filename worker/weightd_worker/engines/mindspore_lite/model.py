@@ -43,12 +43,13 @@ _DATATYPE: Dict[str, str] = {
     "FLOAT64": "FP64",
 }
 
-# "[ERROR] ME(1234,7f...,python3.7):2026-01-01-10:00:00.123.456 [lite/src/x.cc:42] Build] the cause"
+# Matches an error in the library's log, for example:
+# [ERROR] ME(1234,7f...,python3.7):2026-01-01-10:00:00.123.456 [lite/src/x.cc:42] Build] the cause
 _GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\][^\[]*\[[^\]]*:\d+\]\s*(?:[^\s\[\]]+\]\s*)?(?P<text>.*)$")
 
 
 class MindSporeLite(Engine):
-    """Runs a MindIR model. A subclass sets the device and the way of sharing.
+    """Base class of engines that run a MindIR model. A subclass chooses the device and how weights are shared.
 
     Raises:
         EngineMissing: this interpreter does not have the library.
@@ -57,7 +58,7 @@ class MindSporeLite(Engine):
 
     name = "mindspore_lite"
     resize_error_type: ClassVar[Type[RequestError]] = ModelCorrupted
-    """The error of a rejected resize, before any predict of the request."""
+    """The error that is raised if the library rejects a resize to the shapes of a request."""
 
     def __init__(self, settings: BuildSettings) -> None:
         self._settings = settings
@@ -74,18 +75,24 @@ class MindSporeLite(Engine):
         return {"mindspore_lite": str(self._library.__version__)}
 
     def _build(self, model: str, context: Any, sections: Sections) -> None:
-        """Build a new Model. `sections` is the library's argument config_dict."""
+        """Build a new Model object from the file `model`.
+
+        Args:
+            model: path of the model file.
+            context: the library's Context, with the device and its options.
+            sections: the library's argument config_dict: keys and values by configuration section.
+        """
         arguments: Dict[str, Any] = self._options.build_arguments()
         if sections:
             arguments["config_dict"] = sections
-        # The assignment frees the previous Model. Two Models at once would need two copies of the weights.
+        # Assigning the new, empty Model frees the previous Model before the build, so that memory never holds both.
         self._model = self._library.Model()
         with self._log.translate_errors(BuildError):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
         self._read_signature()
 
     def _read_signature(self) -> None:
-        """Bind the inputs of the built model, and store its signature."""
+        """Store the input tensors and the signature of the built model."""
         self._bind_inputs(self._model.get_inputs())
         self._signature = ModelSignature(
             tuple(_tensor_signature(each) for each in self._tensors),
@@ -94,11 +101,11 @@ class MindSporeLite(Engine):
 
     @property
     def signature(self) -> ModelSignature:
-        """The signature of the built model. The shape of an output that depends on a free dimension is unknown."""
+        """The signature of the built model. An output that depends on a free dimension has the shape None."""
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Resize the model if the shapes differ from the last request, run it, and copy the outputs."""
+        """Resize the model if the shapes differ from the last request, run the model, and copy the outputs."""
         arrays = [inputs[name] for name in self._names]
         with self._log.translate_errors(ModelCorrupted):
             self._resize([list(array.shape) for array in arrays])
@@ -108,13 +115,13 @@ class MindSporeLite(Engine):
             return {name_of(each): np.array(each.get_data_to_numpy()) for each in outputs}
 
     def release_cached_memory(self) -> None:
-        """Do nothing: the memory for predicts belongs to the model and lives as long as it does."""
+        """Do nothing: the library frees the memory for predicts only with the model."""
 
     def _resize(self, shapes: List[List[int]]) -> None:
         if shapes != self._shapes:
             with self._log.translate_errors(self.resize_error_type):
                 self._model.resize(self._tensors, shapes)
-            # Tensors from before the resize keep the old shapes.
+            # Get the input tensors again, because the tensors from before the resize keep the old shapes.
             self._bind_inputs(self._model.get_inputs())
 
     def _bind_inputs(self, tensors: List[Any]) -> None:
@@ -125,17 +132,17 @@ class MindSporeLite(Engine):
     def _output_tensors(self) -> List[Any]:
         if hasattr(self._model, "get_outputs"):
             return list(self._model.get_outputs())
-        # Version 2.0.0 has get_outputs only in the binding beneath.
+        # In version 2.0.0, only the C++ binding `_model` has get_outputs.
         return [self._library.Tensor(each) for each in self._model._model.get_outputs()]
 
 
 def name_of(tensor: Any) -> str:
-    """Return the tensor's name without padding, which the vendor's examples strip, too."""
+    """Return the tensor's name without the spaces that the library may append to it."""
     return str(tensor.name).rstrip()
 
 
 def _tensor_signature(tensor: Any) -> TensorSignature:
-    # The Python interface gives None for a type that it does not know.
+    # The library's Python interface reports None for a datatype that it does not support.
     datatype = _DATATYPE.get(tensor.dtype.name) if tensor.dtype is not None else None
     if datatype is None:
         problem = (
@@ -148,7 +155,7 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
 
 
 def _without_unknown_shape(output: TensorSignature) -> TensorSignature:
-    """Remove the shape [-1], which the library reports for any output that depends on a free dimension."""
+    """Replace the shape [-1], which the library reports for any output that depends on a free dimension, by None."""
     return TensorSignature(output.name, output.datatype, None) if output.shape == (-1,) else output
 
 
@@ -160,16 +167,20 @@ _MAX_SHAPE = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limit
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 
-# The longest key of any cipher is shorter.
+# Maximum size of a decryption key in bytes. The longest key of any supported cipher is much shorter.
 _MAX_KEY_BYTES = 4096
 
-# Only the daemon decides which processes share weights, so these keys are not allowed in a configuration file.
+# Keys of the library that are not allowed in a configuration file, because only the daemon decides which processes
+# share weights.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The engine's options. The daemon checks which of them go together (`weightd_daemon.engines.mindspore_lite`)."""
+    """The engine's options.
+
+    The daemon has already checked which options can be combined (`weightd_daemon.engines.mindspore_lite`).
+    """
 
     provider: str = field(default="", metadata=one_of(["", "ge"]))
     precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))
@@ -185,10 +196,10 @@ class Options:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Options:
-        """Return the options of a mapping.
+        """Return an Options object with the keys and values in `options`.
 
         Raises:
-            BuildError: a key or value is not valid; the text names the key.
+            BuildError: a key or value is not valid. The text names the key.
         """
         try:
             return decode(cls, dict(options))
@@ -196,8 +207,8 @@ class Options:
             raise BuildError(str(error.at(".options"))) from None
 
     def set_cpu(self, cpu: Any) -> None:
-        """Set the thread options of a CPU context. The library accepts misspelt attributes without an error."""
-        # Set only configured options, because the library's defaults are not all 0.
+        """Set the thread options in a CPU context of the library."""
+        # Set only configured options, because some of the library's defaults are not 0.
         if self.thread_affinity_mode:
             cpu.thread_affinity_mode = self.thread_affinity_mode
         if self.thread_affinity_cores:
@@ -206,14 +217,16 @@ class Options:
             cpu.inter_op_parallel_num = self.inter_op_parallel
 
     def set_ascend(self, ascend: Any) -> None:
-        """Set the options of an Ascend context."""
+        """Set the Ascend options in an Ascend context of the library."""
         if self.precision_mode:
             ascend.precision_mode = self.precision_mode
         if self.provider:
             ascend.provider = self.provider
 
     def build_arguments(self) -> Dict[str, Any]:
-        """Return the arguments of `build_from_file` that these options need. Version 2.0 does not accept all others.
+        """Return arguments of the library's `build_from_file` for the options that are set.
+
+        Arguments for other options are left out, because version 2.0 does not accept all of them.
 
         Raises:
             BuildError: a configuration or key file cannot be used.
@@ -228,7 +241,10 @@ class Options:
 
 
 def _check_config(path: str) -> None:
-    """Reject a file with sharing keys: the library would fail the build, or share weights with other processes."""
+    """Reject a configuration file that contains one of `_SHARING_KEYS`.
+
+    With such a key, the library's build would fail, or would share weights with other processes.
+    """
     try:
         lines = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, ValueError) as error:
@@ -240,7 +256,7 @@ def _check_config(path: str) -> None:
 
 
 def _read_key(path: str) -> bytes:
-    """Return the whole file as the key, after checking type, owner and mode of the opened file."""
+    """Return the content of a file as decryption key, after checking the file's type, owner and mode."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:

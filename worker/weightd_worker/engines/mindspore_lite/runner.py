@@ -1,23 +1,26 @@
-"""MindSpore Lite's ModelParallelRunner on the CPU: several of the library's workers in one process.
+"""MindSpore Lite's ModelParallelRunner on the CPU, which runs several predicts at once in one process.
 
-The workers share the weights, and each runs one predict at a time, called from a separate thread. Limits of a runner
-beyond the limits of a Model (`cpu`), measured on 2.0.0, and what this module does about them:
+A runner has several workers, which are threads of the library and not processes of weightd. The runner's workers share
+the weights, and each runs one predict at a time. A runner has the limits of a Model object (see `cpu`) and further
+limits, measured on MindSpore Lite 2.0.0. This module handles them as follows:
 
-- A second build of a runner succeeds and does nothing, so each build makes a new runner.
-- A runner takes a configuration file as part of its context, and no decryption key.
-- It has no resize, and uses the shape of each tensor, so each predict has new tensors. It runs a tensor of a rank that
-  the model does not have, and crashes the process on an empty one, so shapes are checked before.
-- If the caller passes output tensors, a failure is not reported, and they keep the answer before. So none are passed:
-  the runner makes new ones for each predict, which no later predict writes to.
-- The build lets all threads of the process run on all cores of the host. Their affinity is restored afterwards, unless
-  an option binds them to other cores.
-- The first predict runs on all workers, one after another. This is the predict of the self-test.
-- A shape that fails leaves its worker with the shape before, and the next predict of that worker gets the answer to
-  that shape. So shapes that have never run here run alone, and nothing runs after a failure.
-- While a runner is built again, other threads receive requests and free outputs, but pages may be replaced only when no
-  other thread is active. So the session calls `reshare_weights` later.
-- Other failures occur while predicts run beside them, and the worker that failed is not known. So a predict that ends
-  after a failure, or after the log has reported one, raises `MaybeCorrupted`.
+- A second build of a runner reports success but does nothing. So each build makes a new runner.
+- A runner takes a configuration file as a part of its context, and does not support decryption keys.
+- A runner has no resize, but uses the shapes of the input tensors. So each predict gets new tensors. The runner accepts
+  a tensor with a wrong number of dimensions, and crashes the process on an empty tensor. So this module checks shapes.
+- If the caller passes output tensors and the predict fails, the runner reports no error, and the tensors keep the
+  answer to an earlier predict. So this module passes no output tensors. The runner then makes new ones for each
+  predict, to which no later predict writes.
+- The build changes the CPU affinity of all threads of the process to all cores. So this module restores the affinity
+  afterwards, unless an option binds the threads to other cores.
+- The first predict runs on all workers of the runner, one after another. This is the predict of the self-test.
+- If a predict fails because of its shapes, the runner's worker keeps the shapes of the predict before, and its next
+  predict may return the answer to these. So shapes that this process has not run yet run alone, and after a failure no
+  predict runs.
+- When a runner is built again, other threads may be receiving requests or freeing outputs. Pages may be replaced only
+  when no other thread is active, so the session calls `reshare_weights` later.
+- Other failures occur while other predicts run, and the library does not report which of its workers has failed. So a
+  predict that ends after a failure, or after an error in the log, raises `MaybeCorrupted`.
 """
 
 from __future__ import annotations
@@ -34,16 +37,16 @@ from weightd_worker.engines.engine import Arrays, BuildError, BuildSettings, May
 from weightd_worker.engines.mindspore_lite.cpu import InputShapes, MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
 
-# Maximum number of shapes that are remembered as safe. Other shapes run alone each time.
+# Maximum number of stored shapes that have already run without a failure. Predicts of all other shapes run alone.
 _MAX_KNOWN_SHAPES = 1024
 
 
 class MindSporeLiteRunner(MindSporeLiteCpu):
-    """Runs a MindIR model on several of the library's workers (the option `parallel_workers`).
+    """Engine that runs a MindIR model on the CPU with several of the library's workers (option `parallel_workers`).
 
     Raises:
-        EngineMissing: as the base class.
-        BuildError: an option is not valid, or a runner does not support it.
+        EngineMissing: this interpreter does not have the library.
+        BuildError: an option is not valid, or a runner does not support the option.
     """
 
     def __init__(self, settings: BuildSettings) -> None:
@@ -54,7 +57,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     @property
     def concurrency(self) -> int:
-        """The number of the runner's workers. Another predict would wait in the library's queue."""
+        """The number of the runner's workers. Any further predict would wait in the library's queue."""
         return self._options.parallel_workers
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
@@ -72,7 +75,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             context.parallel.workers_num = self.concurrency
             if arguments:
                 context.parallel.config_path = arguments["config_path"]
-            # The assignment frees the previous runner, as soon as its workers are idle.
+            # This assignment frees the previous runner as soon as the runner's workers are idle.
             self._model = self._library.ModelParallelRunner()
             self._model.build_from_file(self._path, context)
         if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
@@ -81,12 +84,13 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         self._checked_log_bytes = self._log.size()
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model concurrently if the shapes are known to be safe, else exclusively."""
+        """Run the model: alone if its shapes have not run before, otherwise at the same time as other predicts."""
         shapes, rw_lock = self._shapes_of(inputs), self._rw_lock
         outputs: Optional[Arrays] = None
         if self._are_known_shapes(shapes):
             with rw_lock.shared():
-                # Another thread may have built a new Model meanwhile, for which no shape is known.
+                # Check again, because another thread may have built a new runner meanwhile, for which no shape is
+                # known.
                 if self._are_known_shapes(shapes):
                     outputs = self._compute(inputs)
         if outputs is None:
@@ -104,11 +108,11 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     @property
     def has_unshared_weights(self) -> bool:
-        """Whether a runner was built again whose pages are not shared yet."""
+        """Whether the runner was built again and its pages are not shared yet."""
         return self._has_unshared_weights
 
     def reshare_weights(self) -> None:
-        """Share the pages of a runner that was built again."""
+        """Share the pages of the runner that was built again."""
         self._has_unshared_weights = False
         if self._page_sharing is not None:
             self._page_sharing.reattach()
@@ -145,7 +149,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         return tensor
 
     def _check_log(self) -> None:
-        """After the log has grown by errors, wait for the running predicts: one of them may still fail."""
+        """If the log has new errors, wait until all running predicts have ended, because one of them may still fail."""
         size = self._log.size()
         if self._log.errors_since(self._checked_log_bytes):
             with self._rw_lock.exclusive():
@@ -161,7 +165,7 @@ def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
 
 
 class ReadersWriterLock:
-    """Readers-writer lock. A writer waits for the current readers; readers that arrive later wait for the writer."""
+    """Readers-writer lock that prefers writers: while a writer waits for the current readers, new readers wait."""
 
     def __init__(self) -> None:
         self._entry_lock = threading.Lock()
@@ -170,7 +174,7 @@ class ReadersWriterLock:
 
     @contextlib.contextmanager
     def shared(self) -> Generator[None, None, None]:
-        """Hold the lock as a reader for a block."""
+        """Hold the lock as a reader during the block."""
         with self._entry_lock, self._reader_left:
             self._reader_count += 1
         try:
@@ -182,7 +186,7 @@ class ReadersWriterLock:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None, None, None]:
-        """Hold the lock as the writer for a block. The entry lock keeps out other readers and writers."""
+        """Hold the lock as the only writer during the block. The entry lock keeps out all other readers and writers."""
         with self._entry_lock:
             with self._reader_left:
                 self._reader_left.wait_for(lambda: not self._reader_count)
