@@ -1,4 +1,4 @@
-"""Asyncio client of a weightd daemon. It shares `ClientSession` with the blocking `Client`."""
+"""Asyncio client of a weightd daemon. `AsyncClient` and the blocking `Client` share the class `ClientSession`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ from weightd_protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
     ReloadResponse,
+    RolloutResponse,
     ServerMetadataResponse,
     UpdateResponse,
 )
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
     InputSeries = Union[Iterable[Inputs], AsyncIterable[Inputs]]
     InferCall = Callable[[Inputs], Coroutine[Any, Any, Any]]
-    # Started requests in input order; None marks the end.
+    # The requests that have been started, in the order of the inputs; None follows the last one.
     StartedRequests = asyncio.Queue[Optional[asyncio.Future[Any]]]
 
 R = TypeVar("R")
@@ -74,9 +75,10 @@ class AsyncClient(Uncopied):
         async with AsyncClient() as client:
             outputs = await client.infer("digits", {"image": images})
 
-    It has the methods of `Client`, with two differences. There is no `submit`, because many tasks may await responses
-    at once. And the client connects at `async with` or at the first call, which raises the errors that `Client` raises
-    when it is created. Cancelling a task that awaits `infer` cancels the request. A client belongs to one event loop.
+    `AsyncClient` has the methods of `Client`, with two differences. There is no `submit`, because many tasks may await
+    responses concurrently. And the client connects at `async with` or at the first call, not when it is created; errors
+    of the connection are raised there. Cancelling a task that awaits `infer` cancels the request. A client must be used
+    in one event loop only.
 
     Args:
         address: as `Client`.
@@ -107,7 +109,7 @@ class AsyncClient(Uncopied):
 
     @property
     def address(self) -> str:
-        """The daemon's address in the form in which it was configured."""
+        """The daemon's address in the form in which the caller or the environment gave it."""
         return self._session.address.text
 
     @property
@@ -117,11 +119,11 @@ class AsyncClient(Uncopied):
 
     @property
     def timeout(self) -> float:
-        """Default timeout of a call in seconds."""
+        """Default timeout of this client's calls in seconds."""
         return self._session.timeout
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
-        """Return an uninitialized numpy array in shared memory: as `Client.empty`."""
+        """Return an uninitialized numpy array in memory shared with the daemon's workers, as `Client.empty`."""
         return self._core.shm_tensors.arena.empty(shape, dtype)
 
     def model(
@@ -132,7 +134,7 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> AsyncModel:
-        """Return a callable for one model, whose calls are awaited: as `Client.model`."""
+        """Return an object for one model whose calls are awaited, as `Client.model`."""
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return AsyncModel(
             name,
@@ -151,12 +153,12 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Dict[str, NDArray[Any]]:
-        """Run `model` on `inputs` and return its outputs: as `Client.infer`.
+        """Run `model` on `inputs` and return its outputs, as `Client.infer`.
 
         Do not modify the input arrays until the response has arrived: the client does not copy large arrays.
         """
         if self._retry is not None and out is None:
-            # The inner call must not retry as well; giving `out`, even an empty one, disables retries.
+            # This method calls itself once per attempt. `out={}` disables retries within each attempt.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return await self._with_retries(lambda left: infer_once(timeout=left), timeout)
         seconds, grace_s = self._resolve_timeout(timeout)
@@ -181,42 +183,43 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> AsyncGenerator[Dict[str, NDArray[Any]], None]:
-        """Run `model` on each of `inputs`, several at a time, and yield the outputs of each in order: as `Client.map`.
+        """Run `model` on each of `inputs`, several at a time, and yield the outputs in input order, as `Client.map`.
 
-        The generator awaits inputs and outputs concurrently, so an input may depend on the outputs of an earlier one.
+        `inputs` may also be an asynchronous iterable. The generator takes inputs and yields outputs concurrently, so an
+        input may depend on the outputs of an earlier input.
         """
         check_map_arguments(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return map_ordered(partial(self.infer, model, **options), inputs, in_flight)
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
-        """Return whether a model can serve requests: as `Client.ready`."""
+        """Return whether a model can serve requests, as `Client.ready`."""
         return await self._query(queries.ready(model), timeout)
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return the signature of a model: as `Client.metadata`."""
+        """Return the signature of a model, as `Client.metadata`."""
         return await self._query(queries.metadata(model), timeout)
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
-        """Return the daemon's version and the names of its models: as `Client.server`."""
+        """Return the daemon's version and the names of its models, as `Client.server`."""
         return await self._query(queries.SERVER, timeout)
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
-        """Return the daemon's state: as `Client.status`."""
+        """Return the state of the daemon, its models and its processes, as `Client.status`."""
         return await self._query(queries.STATUS, timeout)
 
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return the daemon's counters and gauges: as `Client.metrics`."""
+        """Return the daemon's counters and gauges, as `Client.metrics`."""
         return await self._query(queries.METRICS, timeout)
 
     async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
-        """Return the events with a number greater than `after`, as many as fit: as `Client.events`."""
+        """Return the daemon's events that follow event number `after`, as `Client.events`."""
         return await self._query(queries.events(after, model), timeout)
 
     async def logs(
         self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None
     ) -> LogsResponse:
-        """Return the last log lines of a model's processes: as `Client.logs`."""
+        """Return the last log lines of a model's processes, as `Client.logs`."""
         return await self._query(queries.logs(model, process, lines), timeout)
 
     async def update(
@@ -228,25 +231,31 @@ class AsyncClient(Uncopied):
         rollback: bool = False,
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
-        """Load another model file or other weights beside the serving version: as `Client.update`."""
+        """Load another model file or other weights beside the serving version, as `Client.update`."""
         return await self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
 
     async def load(
         self, model: str, *, action: str = LOAD, wait: bool = True, timeout: Optional[float] = None
     ) -> LoadResponse:
-        """Load a model that is not loaded, and wait until it serves: as `Client.load`."""
+        """Load a model that is not loaded, and wait until it serves, as `Client.load`."""
         return await self._query_once(queries.load(model, action, wait=wait), timeout)
 
     async def unload(self, model: str, *, wait: bool = True, timeout: Optional[float] = None) -> LoadResponse:
-        """Unload a model after its accepted requests: as `Client.unload`."""
+        """Unload a model once the requests that it has accepted have ended, as `Client.unload`."""
         return await self._query_once(queries.unload(model, wait=wait), timeout)
 
+    async def rollout(
+        self, model: str, action: str, version: int = 0, percent: float = 0.0, *, timeout: Optional[float] = None
+    ) -> RolloutResponse:
+        """Change which versions of a model answer the requests that name no version: as `Client.rollout`."""
+        return await self._query_once(queries.rollout(model, action, version, percent), timeout)
+
     async def reload(self, *, dry_run: bool = False, timeout: Optional[float] = None) -> ReloadResponse:
-        """Make the daemon read its configuration file again: as `Client.reload`."""
+        """Make the daemon read its configuration file again, as `Client.reload`."""
         return await self._query(queries.reload(dry_run=dry_run), timeout)
 
     async def close(self) -> None:
-        """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""
+        """Close the connection. Calls in progress fail with `ClientClosed`. Does nothing in a forked process."""
         if not (self._session.is_forked_copy or self._session.closed):
             self._transport.close()
 
@@ -260,7 +269,10 @@ class AsyncClient(Uncopied):
     # --- within -------------------------------------------------------------------------------------------------
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return the timeout and grace period of a call, after checking that the client may be used here."""
+        """Check that the client is usable in this process and event loop.
+
+        Return timeout and grace period in seconds.
+        """
         self._session.check_usable()
         self._transport.running_loop()
         return self._session.resolve_timeout(timeout)
@@ -281,7 +293,10 @@ class AsyncClient(Uncopied):
     async def _to_typed_inputs(
         self, model: str, inputs: Inputs, deadline: float, grace_s: float
     ) -> Tuple[Dict[str, Any], float]:
-        """Return `inputs` as typed arrays by name according to the signature, and the seconds that remain."""
+        """Return `inputs` as arrays of the datatypes in the model's signature, and the seconds until `deadline`.
+
+        If the signature is not cached, request it first.
+        """
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
             prepared = self._core.prepare_metadata_call(model)
@@ -296,7 +311,7 @@ class AsyncClient(Uncopied):
         return typed_inputs, deadline - time.monotonic()
 
     async def _with_retries(self, attempt: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
-        """Await `attempt`, and repeat it within the timeout while the retry policy allows."""
+        """Await `attempt`, and repeat it within the timeout if it fails with an error that the retry policy covers."""
         if self._retry is None:
             return await attempt(timeout)
         attempts = Attempts(self._retry, self._resolve_timeout(timeout)[0])
@@ -314,10 +329,10 @@ class AsyncClient(Uncopied):
 
 
 async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> AsyncGenerator[Any, None]:
-    """Start a request for each of `inputs`, and yield the responses in input order as soon as they arrive.
+    """Start a request for each of `inputs`, and yield the responses in the order of the inputs.
 
-    The generator awaits inputs and responses concurrently: an input may depend on an earlier response. However the
-    generator ends, it cancels the requests in progress.
+    A task takes the inputs while the generator waits for responses, so an input may depend on an earlier response. When
+    the generator ends for any reason, it cancels the requests in progress.
     """
     permits = asyncio.Semaphore(in_flight)
     started: StartedRequests = asyncio.Queue()
@@ -340,7 +355,10 @@ async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> 
 async def _start_requests(
     infer: InferCall, inputs: InputSeries, permits: asyncio.Semaphore, started: StartedRequests
 ) -> None:
-    """Take inputs while permits are available. One task takes all of them, because their producer may rely on that."""
+    """Take inputs and start a request for each, at most as many at a time as `permits` allows.
+
+    One task takes all inputs, because the iterable that produces them may rely on running in a single task.
+    """
     try:
         await permits.acquire()
         async for each in _iterate(inputs):
@@ -360,7 +378,7 @@ async def _iterate(inputs: InputSeries) -> AsyncIterator[Inputs]:
 
 
 async def _cancel_all(tasks: List[asyncio.Future[Any]], started: StartedRequests) -> None:
-    """Cancel the task that takes inputs, then the requests it has started, and wait until all of them have ended."""
+    """Cancel the task that takes inputs and all requests that it has started, and wait until they have ended."""
     while tasks:
         for each in tasks:
             each.cancel()

@@ -1,4 +1,4 @@
-"""Calls in progress: `PendingCall` for the transports, `Pending` for users."""
+"""Calls in progress: `PendingCall` is used within the client, `Pending` by its users."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class NotCopyable(WeightdError, TypeError):
-    """Raised on an attempt to copy or pickle a client, a model of a client or a pending request."""
+    """Raised on an attempt to copy or pickle a client, a model object of a client, or a pending request."""
 
 
 class Uncopied:
@@ -24,7 +24,7 @@ class Uncopied:
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method.
+        """Refuse to be copied or pickled. `copy.copy`, `copy.deepcopy` and `pickle` all call this method.
 
         Raises:
             NotCopyable: always.
@@ -36,37 +36,50 @@ class Uncopied:
 
 
 class PendingCall:
-    """A call in progress and, in the end, its response or error.
+    """A call in progress, and its response or error once it has ended.
 
     Attributes:
-        id: the id of the request in the protocol.
+        id: the id of the request, by which the protocol matches request and response.
         response_type: the type of the expected response message.
-        done: whether the call has ended, with a response or an error.
+        done: whether the call has ended, with a response or with an error.
         request: the `Infer` message of an inference request; None for any other call.
+        model: the name in a request for the signature of a model; "" for any other call.
         lease: the tensors of the request and their shared memory; None if it uses none or the call is done.
     """
 
     _result: Any
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_result", "done", "id", "lease", "request", "response_type")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_error",
+        "_result",
+        "done",
+        "id",
+        "lease",
+        "model",
+        "request",
+        "response_type",
+    )
 
     def __init__(self, request_id: str, expects: Type[DaemonMessage], request: Optional[Infer] = None) -> None:
         self.id = request_id
         self.response_type = expects
         self.request = request
+        self.model = ""
         self.done = False
         self.lease: Optional[Lease] = None
         self._error: Optional[WeightdError] = None
         self._callbacks: List[Callable[[], None]] = []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once the call has ended, at once if it already has."""
+        """Call `callback` when the call ends. If the call has already ended, call `callback` at once."""
         self._callbacks.append(callback)
         if self.done:
             self._run_callbacks()
 
     def result(self) -> Any:
-        """Return the response of a finished call; for an inference request, its outputs by name.
+        """Return the response of a call that has ended. The response to an inference request is its outputs by name.
 
         Raises:
             RequestError: the request failed.
@@ -79,7 +92,7 @@ class PendingCall:
     def succeed(self, answer: Any) -> None:
         """End the call with a response."""
         self._result = answer
-        # A stored exception keeps the call alive. It must not keep the arrays alive as well.
+        # A stored exception keeps this object alive through its traceback. It must not keep the arrays alive as well.
         self.lease = None
         self.done = True
         if self._callbacks:
@@ -91,7 +104,7 @@ class PendingCall:
         self.succeed(None)
 
     def _run_callbacks(self) -> None:
-        # Another thread may run this loop at the same time; `pop` gives each callback to one of them.
+        # Two threads may run this loop at the same time; `pop` gives each callback to only one of them.
         while self._callbacks:
             try:
                 hook = self._callbacks.pop()
@@ -101,7 +114,7 @@ class PendingCall:
 
 
 class Pending(Uncopied):
-    """A request in progress. Call `result` in any order. If the object is dropped, so is its response."""
+    """A request in progress. Call `result` of several requests in any order. Dropping the object drops the response."""
 
     __slots__ = ("_cancel", "_poll", "_wait")
 
@@ -113,27 +126,27 @@ class Pending(Uncopied):
         self._cancel = cancel
 
     def done(self) -> bool:
-        """Return whether the request has ended, with outputs or an error. Never waits."""
+        """Return whether the request has ended, with outputs or with an error. Never waits."""
         return self._poll()
 
     def cancel(self) -> None:
         """Cancel the request if it has not ended: no worker starts it, and `result` raises `Cancelled`.
 
-        A response that is already on its way may still arrive and then counts.
+        If a response was sent before the daemon received the cancellation, `result` returns this response instead.
 
         Raises:
-            DeadlineExceeded: the message could not be sent within the client's timeout because the daemon does not
-                read.
+            DeadlineExceeded: the daemon does not read, so the client could not send the cancellation within its
+                timeout.
         """
         self._cancel()
 
     def result(self) -> Dict[str, NDArray[Any]]:
-        """Wait for the response, until the deadline given to `submit`.
+        """Wait for the response until the deadline that `timeout` of `submit` has set.
 
         Returns:
-            The outputs by name: read-only numpy arrays.
+            The outputs by name. They are read-only numpy arrays.
 
         Raises:
-            RequestError: the request failed. There is one subclass for each error code of the protocol.
+            RequestError: the request failed. Each error code of the protocol has a subclass.
         """
         return self._wait()

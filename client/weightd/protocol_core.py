@@ -1,7 +1,7 @@
-"""Protocol state of a client: creates request messages and matches responses to calls. No I/O and no clock.
+"""The client's side of the protocol: creates request messages and matches responses to calls. No I/O and no clock.
 
-Several threads may use it: one at a time passes received messages in, and any thread may start a call or fail all
-calls. All changes of shared state are therefore atomic steps.
+Several threads may use a `ClientCore`. Only one thread at a time may pass received messages to it; any thread may start
+a call or fail all calls. Because there is no lock, every change of shared state is a single atomic operation.
 """
 
 from __future__ import annotations
@@ -42,55 +42,67 @@ from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_
 if TYPE_CHECKING:
     from weightd.inputs import Inputs
 
-# Entries of abandoned calls are removed when this many calls, or twice the number in progress, are tracked.
+# Minimum number of tracked calls at which the entries of calls that their owners have dropped are removed.
 _MIN_SWEEP_CALLS = 256
 
-# Cached signatures; when the limit is reached, the cache is cleared. A daemon has no more models.
+# Maximum number of cached signatures. At this limit the cache is cleared. A daemon has no more models than this.
 _MAX_CACHED_METADATA = limits.MAX_MODELS
 
-# Module-level alias: looking the class up in numpy for each input would take longer than the comparison.
+# Module-level alias, because looking up `np.ndarray` for each input takes longer than the comparison itself.
 _ndarray = np.ndarray
 
-# The frames of a message that contain tensors.
+# The frames of a message that contain tensors: they follow the header frames.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 
-# A call that is ready to be sent, and its frames.
+# A call that has not been sent yet, and the frames of its message.
 PreparedCall = Tuple[PendingCall, List[Any]]
+
+
+class VersionOutputs(Dict[str, Any]):
+    """Outputs by name from a model with several versions, of which the request has named none.
+
+    Attributes:
+        model: the name of the version that has answered, such as "resnet@2".
+    """
+
+    def __init__(self, outputs: Dict[str, Any], model: str) -> None:
+        super().__init__(outputs)
+        self.model = model
 
 
 class ClientCore:
     """Creates requests and matches responses to calls.
 
-    It refers to calls weakly. A call that its owner has dropped leaves nothing behind, and its late response is
-    discarded.
+    The core holds only weak references to calls. If the owner of a call drops it, the core discards the late response.
 
     Attributes:
-        calls: weak references to the calls in progress, by id, and to some abandoned ones; empty if no response can
-            arrive.
-        shm_tensors: the shared memory of the requests.
+        calls: weak references to the calls in progress, by request id. Some entries may refer to calls that their
+            owners have dropped. The dictionary is empty if the daemon owes no response.
+        shm_tensors: the tensors of requests that are in shared memory.
 
     Args:
-        tenant: the tenant on whose behalf requests are sent; None for the client's own. `update` and `reload` are
-            always sent for the client itself.
+        tenant: the tenant on whose behalf requests are sent; None for the tenant to which the daemon assigns this
+            client. `update` and `reload` are always sent without a tenant.
     """
 
     def __init__(self, tenant: Optional[str] = None) -> None:
         self._tenant = None if tenant is None else arguments.parse_name("tenant", tenant)
-        # The process id is not secret. It helps to tell clients apart in logs.
+        # Ids begin with the process id, which helps to tell clients apart in logs. A process id is not secret.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
-        # Plain weak references, because a WeakValueDictionary would cost a small request more than its encoding.
+        # Plain weak references, because an entry of a WeakValueDictionary costs more than encoding a small request.
         self.calls: Dict[str, ReferenceType[PendingCall]] = {}
         self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.shm_tensors = ShmTensors(self._next_id)
-        # Signatures of models, as received over the current connection, and the calls that request signatures.
+        # Signatures of models that were received over the current connection, and the calls that have requested
+        # signatures.
         self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
         self._metadata_calls: WeakValueDictionary[str, PendingCall] = WeakValueDictionary()
 
     @property
     def pending_count(self) -> int:
-        """The number of calls in progress."""
+        """The number of calls that are in progress and whose owners have not dropped them."""
         return sum(call() is not None for call in list(self.calls.values()))
 
     def prepare_infer(
@@ -102,14 +114,15 @@ class ClientCore:
         out: Optional[Mapping[str, Any]] = None,
         priority: Optional[int] = None,
     ) -> PreparedCall:
-        """Return an inference request and its frames.
+        """Create an inference request. Return the call and the frames of its message.
 
         Raises:
-            NeedsMetadata: `inputs` must first be converted by `typed_inputs`.
-            InvalidArgument: an argument is invalid; an array has a datatype that the protocol does not have, or is too
-                large; names or shapes do not fit into a header.
+            NeedsMetadata: `inputs` must first be converted with `typed_inputs`.
+            InvalidArgument: an argument is invalid; an array has a datatype that the protocol lacks, or is too large;
+                the names or shapes do not fit into the message's header.
         """
-        # Descriptions are cached by these names, so names that compare equal must also be encoded alike.
+        # The names must be plain strings, because they are keys of the cache of descriptions: equal keys must have
+        # equal encodings.
         if type(model) is not str:
             model = arguments.parse_text("model", model)
         if outputs is not None:
@@ -132,7 +145,7 @@ class ClientCore:
     def _prepare_shared(
         self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
     ) -> PreparedCall:
-        """Return a request that may have tensors in shared memory, and its frames."""
+        """Create a request whose tensors may be in shared memory. Return the call and the frames of its message."""
         lease = self.shm_tensors.new_lease(description, arrays, out)
         if lease.shared_inputs or lease.shared_outputs:
             parameters = _shared_parameters(parameters, tuple(lease.shared_inputs), tuple(lease.shared_outputs))
@@ -142,10 +155,10 @@ class ClientCore:
         return call, [*_encode_checked(request), *map(frame_of, lease.framed_inputs)]
 
     def typed_inputs(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
-        """Return `inputs` as arrays by name according to the cached signature of the model.
+        """Return `inputs` as arrays by name, converted according to the cached signature of the model.
 
-        Return None if the signature must be requested: it is not cached, or the inputs do not fit it. The cached one
-        may be outdated.
+        Return None if the client must first request the signature from the daemon: it is not cached, or the inputs do
+        not match the cached signature, which may be outdated.
         """
         model = arguments.parse_text("model", model)
         metadata = self._metadata_by_model.get(model)
@@ -158,26 +171,31 @@ class ClientCore:
             return None
 
     def prepare_metadata_call(self, model: str) -> PreparedCall:
-        """Return a request for the signature of a model, and its frames; no frames if such a request is in progress."""
+        """Return a call that requests a model's signature, and its frames.
+
+        If such a call is already in progress, return that call without frames: the caller only has to wait for it.
+        """
         model = arguments.parse_text("model", model)
         call = self._metadata_calls.get(model)
         if call is not None and self.is_tracked(call):
             return call, []
         call, frames = self.prepare_query(queries.metadata(model))
+        call.model = model
         self._metadata_calls[model] = call
         return call, frames
 
     def abort_metadata_call(self, prepared: PreparedCall, error: BaseException) -> None:
-        """Fail a metadata call that could not be sent because of `error`, since other threads may be waiting for it."""
+        """Fail a metadata call that was not sent because of `error`. Other threads may be waiting for its response."""
         call, frames = prepared
         if frames and not call.done and not self.is_tracked(call):
             kind = type(error) if isinstance(error, RequestError) else Unavailable
             call.fail(kind(str(error) or "the metadata request was interrupted"))
 
     def frames_without_sharing(self, call: PendingCall) -> Optional[List[Any]]:
-        """Return new frames for a request whose shared memory belonged to a lost connection, otherwise None.
+        """Return new frames for a request whose shared memory was registered on a connection that is now lost.
 
-        The daemon does not know the memory on the new connection, so all tensors are in frames.
+        On a new connection the daemon does not know this memory, so the new frames contain all tensors. Return None for
+        any other request, whose frames remain valid.
         """
         lease, request = call.lease, call.request
         if lease is None or request is None or not self.shm_tensors.is_stale(lease):
@@ -188,10 +206,11 @@ class ClientCore:
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
     def track(self, call: PendingCall, frames: List[Any]) -> List[Any]:
-        """Start to track a call whose frames are about to be sent. From now on it can be answered or failed.
+        """Track a call whose frames are about to be sent. From now on a response or an error can end the call.
 
         Returns:
-            The frames to send. They differ from `frames` if its shared memory belonged to a lost connection.
+            The frames to send. They differ from `frames` if the connection on which the request's shared memory was
+            registered is lost.
         """
         lease = call.lease
         if lease is not None and not self.shm_tensors.activate(call.id, lease):
@@ -207,34 +226,37 @@ class ClientCore:
         return frames
 
     def is_tracked(self, call: PendingCall) -> bool:
-        """Return whether the call was started and has not ended."""
+        """Return whether the call is tracked: it has been sent, or is about to be, and has not ended."""
         return call.id in self.calls
 
     def untrack(self, call: PendingCall) -> None:
-        """Stop tracking a call that was not sent after all."""
+        """Stop tracking a call, because its message could not be sent."""
         self.shm_tensors.release(call.id)
         self.calls.pop(call.id, None)
 
     def cancel_frames(self, call: PendingCall) -> List[Any]:
-        """Return the frames that cancel a request. It still gets a response: its outputs, its error, or `Cancelled`."""
+        """Return the frames of a message that cancels a request.
+
+        The daemon still responds to the request, with outputs, an error, or the error `Cancelled`.
+        """
         return encode(Cancel(call.id))
 
     def prepare_query(self, query: Query[Any]) -> PreparedCall:
-        """Return a call other than inference, and its frames.
+        """Create a call other than inference. Return the call and the frames of its message.
 
         Raises:
-            InvalidArgument: the protocol does not allow the value of a field.
+            InvalidArgument: the value of a field is not valid in the protocol.
         """
         call = PendingCall(self._next_id(), query.response_type)
         tenant = (self._tenant,) if query.takes_tenant else ()
         return call, _encode_checked(query.message_type(call.id, *query.fields, *tenant))
 
     def on_message(self, frames: Sequence[Any]) -> None:
-        """Process a received message: it ends the call with its id. A message for an unknown call is dropped.
+        """Process a received message: end the call with the id of the message. Drop a message whose id is unknown.
 
         Raises:
-            RemoteProtocolError: the daemon violated the protocol, or rejects a message that it could not read, and the
-                affected call is unknown. The connection must not be used any more.
+            RemoteProtocolError: the daemon violated the protocol, or sent an error without the id of a call. The caller
+                must close the connection.
         """
         try:
             message = self._decode(frames)
@@ -260,7 +282,8 @@ class ClientCore:
             except InvalidArgument as error:
                 call.fail(_outputs_error(call, error))
             else:
-                call.succeed(outputs)
+                is_same = description.model_name == request.description.model_name
+                call.succeed(outputs if is_same else VersionOutputs(outputs, description.model_name))
         elif call is not None:
             call.fail(_unexpected_response(call, message))
         if self.shm_tensors.leases:
@@ -272,7 +295,7 @@ class ClientCore:
         self._fail_call(error.request_id, error)
 
     def _on_other_message(self, message: DaemonMessage) -> None:
-        """Process a message that is not an `InferResponse`."""
+        """Process a message of any type other than `InferResponse`."""
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon closed this connection: {message.error}")
@@ -292,11 +315,11 @@ class ClientCore:
             call.fail(_unexpected_response(call, message))
         elif call is not None:
             if isinstance(message, ModelMetadataResponse):
-                self._remember_metadata(message)
+                self._remember_metadata(call, message)
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
-        """Fail all calls in progress because the connection is lost, and clear the cached signatures."""
+        """Fail all calls in progress with an error of type `kind`, and clear the cached signatures."""
         self._metadata_by_model.clear()
         while self.calls:
             try:
@@ -309,10 +332,11 @@ class ClientCore:
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _remember_metadata(self, model: ModelMetadataResponse) -> None:
+    def _remember_metadata(self, call: PendingCall, model: ModelMetadataResponse) -> None:
         if len(self._metadata_by_model) >= _MAX_CACHED_METADATA:
             self._metadata_by_model.clear()
-        self._metadata_by_model[model.name] = model
+        # A request to a model with several versions is answered with the name of one version.
+        self._metadata_by_model[call.model or model.name] = model
 
     def _next_id(self) -> str:
         return next(self._ids)
@@ -321,13 +345,13 @@ class ClientCore:
         call = self.calls.pop(request_id, _no_call)()
         if call is not None:
             if call.request is not None and isinstance(error, InvalidArgument):
-                # The model may have another signature by now.
+                # The cached signature may have caused the error: a reload may have changed the model.
                 self._metadata_by_model.pop(call.request.description.model_name, None)
             call.fail(error)
 
 
 def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
-    """Return the inputs by name as arrays in the format of the protocol.
+    """Return the inputs by name as arrays in the byte order and memory layout that the protocol requires.
 
     Raises:
         NeedsMetadata, InvalidArgument: as `ClientCore.prepare_infer`.
@@ -361,12 +385,12 @@ def _shared_parameters(
 
 
 def _no_call() -> Optional[PendingCall]:
-    """Stand-in for the weak reference of an unknown call."""
+    """Return None, like a weak reference whose object is gone. Used when no call has the id of a message."""
     return None
 
 
 def _outputs_error(call: PendingCall, error: InvalidArgument) -> WeightdError:
-    """Return the error of a call whose outputs are invalid or do not fit the arrays in `out`."""
+    """Return the error for a call whose outputs are invalid or do not match the arrays in `out`."""
     return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
 
 
@@ -376,7 +400,7 @@ def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemotePro
 
 
 def _check_priority(priority: Any) -> None:
-    # Check before `_parameters` searches its cache, in which True equals 1.
+    # Check the type before `_parameters` is called, because its cache treats True as 1.
     if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
         raise InvalidArgument(
             f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
@@ -392,10 +416,10 @@ def _check_out(out: Any) -> None:
 
 
 def _encode_checked(message: ClientMessage) -> List[Any]:
-    """Return the frames of a message with fields from the caller.
+    """Encode a message whose fields come from the caller of the client.
 
     Raises:
-        InvalidArgument: the protocol does not allow the value of a field.
+        InvalidArgument: the value of a field is not valid in the protocol.
     """
     try:
         return encode(message)

@@ -1,4 +1,4 @@
-"""Calls other than inference: request message, checked arguments and response type of each."""
+"""Calls other than inference. Each function checks its arguments and returns a `Query`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from weightd_protocol.messages.control import (
     ReadyResponse,
     Reload,
     ReloadResponse,
+    Rollout,
+    RolloutResponse,
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
@@ -30,13 +32,13 @@ R = TypeVar("R")
 
 
 class Query(Generic[R]):
-    """A request message without its id.
+    """A request other than inference, before the client adds its id.
 
     Args:
         message_type: the type of the request message.
         response_type: the type of the response message.
-        fields: the fields of the message after its id.
-        takes_tenant: whether the last field of the message is the tenant on whose behalf it is sent.
+        fields: the values of the message's fields, from the first one after the id.
+        takes_tenant: whether the message has a last field for the tenant on whose behalf it is sent.
     """
 
     __slots__ = ("fields", "message_type", "response_type", "takes_tenant")
@@ -60,7 +62,7 @@ METRICS = Query(Metrics, MetricsResponse, takes_tenant=True)
 
 
 def ready(model: str) -> Query[ReadyResponse]:
-    """Return the query for the readiness of a model, or of the server if `model` is ""."""
+    """Return the query for the readiness of a model; "" asks for the readiness of all models."""
     model = arguments.parse_text("model", model)
     if not model:
         return Query(ServerReady, ReadyResponse, takes_tenant=True)
@@ -73,7 +75,7 @@ def metadata(model: str) -> Query[ModelMetadataResponse]:
 
 
 def events(after: int, model: str) -> Query[EventsResponse]:
-    """Return the query for the events after the event with number `after`."""
+    """Return the query for the events that follow event number `after`."""
     return Query(Events, EventsResponse, after, arguments.parse_text("model", model))
 
 
@@ -95,12 +97,18 @@ def unload(model: str, *, wait: bool) -> Query[LoadResponse]:
 
 
 def reload(*, dry_run: bool) -> Query[ReloadResponse]:
-    """Return the request to read the configuration file again."""
+    """Return the request to read the daemon's configuration file again."""
     return Query(Reload, ReloadResponse, dry_run)
 
 
+def rollout(model: str, action: str, version: int, percent: float) -> Query[RolloutResponse]:
+    """Return the request to change the shares of a model's versions."""
+    names = arguments.parse_text("model", model), arguments.parse_text("action", action)
+    return Query(Rollout, RolloutResponse, *names, version, float(percent))
+
+
 def update(model: str, path: str, weights: str, *, rollback: bool) -> Query[UpdateResponse]:
-    """Return the request to serve another model file or other weights."""
+    """Return the request to serve another model file, other weights, or the previous version."""
     name = arguments.parse_text("model", model)
     files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
     return Query(Update, UpdateResponse, name, *files, rollback)

@@ -35,10 +35,11 @@ from weightd_ray.options import Arguments
 # Seconds between two checks of a daemon that does not listen yet.
 _POLL_INTERVAL_S = 0.05
 
-# Suggested retry delay while a restarted daemon loads its model; the actual duration is not known.
+# Seconds after which clients are asked to retry while a restarted daemon loads its model. The duration of the load is
+# not known.
 _RETRY_S = 1.0
 
-# Timeout of a request whose references were resolved at the last moment.
+# Seconds of timeout that a request has at least, if its references were resolved just before its deadline.
 _MIN_TIMEOUT_S = 1e-6
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
@@ -48,10 +49,10 @@ class _CheckedDaemonClient(DaemonClient):
     """A daemon client that rejects requests until the daemon's model has been verified.
 
     Args:
-        check: raises `Unavailable` until then.
+        check: raises `Unavailable` until the model has been verified.
         address: as in `DaemonClient`.
-        timeout: likewise.
-        admission: likewise.
+        timeout: as in `DaemonClient`.
+        admission: as in `DaemonClient`.
     """
 
     def __init__(self, check: Callable[[], None], address: str, timeout: float, admission: AdmissionControl) -> None:
@@ -59,7 +60,7 @@ class _CheckedDaemonClient(DaemonClient):
         self._check = check
 
     async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
-        """Run inference. The check is made before and after, because the daemon may restart in the meantime."""
+        """Run inference. `check` is called before and after, because the daemon may restart during the request."""
         self._check()
         result = await super().infer(caller, request)
         self._check()
@@ -78,7 +79,7 @@ class Replica:
         self._caller = Caller(arguments.tenant or None, "serve")
         # Whether the digest of the loaded model has been verified since the last start of the daemon.
         self._is_verified = False
-        # How often the daemon has been started.
+        # The number of starts and restarts of the daemon.
         self._start_count = 0
         self._verify_task: asyncio.Task[None] | None = None
         self._failure = ""
@@ -86,7 +87,7 @@ class Replica:
         self._daemon: DaemonEndpoint
         self._daemon_client: DaemonClient
         self._api: HttpApi
-        # Stops everything that was started, in reverse order.
+        # Stops everything that this replica has started, in reverse order.
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -109,7 +110,7 @@ class Replica:
         config = GatewayConfig(
             max_body_bytes=arguments.max_body_bytes,
             max_memory_bytes=max(arguments.max_memory_bytes, 2 * arguments.max_body_bytes),
-            # Serve limits concurrent requests itself, to fewer than this.
+            # This limit is never reached, because Serve limits the concurrent requests of the replica to fewer.
             max_in_flight=max(GatewayConfig.max_in_flight, 2 * arguments.max_ongoing_requests),
             timeout=arguments.request_timeout,
             page=False,
@@ -134,7 +135,7 @@ class Replica:
             from weightd_ray import model_store  # noqa: PLC0415 - the module imports Ray
 
             cached = await model_store.fetch(arguments.published_digest, arguments.base_dir)
-            # The files must stay as long as the daemon may be restarted.
+            # The cached files must stay on disk until the replica stops, because a restarted daemon reads them again.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
         return EmbeddedDaemon(
@@ -142,7 +143,7 @@ class Replica:
         )
 
     def on_daemon_start(self) -> None:
-        """Handle a start or restart of the daemon: the model that it loads must be verified again."""
+        """Handle a start or restart of the daemon: the model that the daemon loads must be verified again."""
         self._start_count += 1
         if self._is_verified:
             self._is_verified = False
@@ -165,7 +166,7 @@ class Replica:
             try:
                 self._is_verified = await self._check_ready() and starts == self._start_count
             except FailedPrecondition:
-                # If the daemon has been restarted meanwhile, the error came from the previous one: try again.
+                # If the daemon has been restarted during the check, the error came from the previous daemon: try again.
                 if starts == self._start_count:
                     raise
             if self._daemon.failure:
@@ -174,7 +175,7 @@ class Replica:
                 await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _check_ready(self) -> bool:
-        """Return whether the model is ready and has the expected digest. The daemon replies once the model is loaded.
+        """Return whether the model is ready and has the expected digest; wait while the daemon loads the model.
 
         Raises:
             FailedPrecondition: the model cannot become ready, or has another digest.
@@ -233,7 +234,7 @@ class Replica:
         return await self._daemon_client.infer(self._caller, request)
 
     async def _resolve_references(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
-        """Return the inputs with references replaced by their arrays, and the remaining seconds.
+        """Return the inputs with references replaced by their arrays, and the remaining seconds of the timeout.
 
         Raises:
             DeadlineExceeded: a reference was not resolved in time.
@@ -243,7 +244,7 @@ class Replica:
             name: each for name, each in inputs.items() if isinstance(each, Awaitable)
         }
         timeout_s = self._arguments.request_timeout if timeout is None else timeout
-        # The client rejects an invalid timeout.
+        # An invalid timeout is returned unchanged: the daemon client rejects it.
         if not (references and 0 < timeout_s <= _MAX_TIMEOUT_S):
             return inputs, timeout
         resolved, deadline = dict(inputs), time.monotonic() + timeout_s
@@ -257,17 +258,19 @@ class Replica:
         Raises:
             RequestError: as in `infer`.
         """
-        return oip_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name))
+        return oip_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name), ())
 
     async def check_health(self) -> None:
         """Check that the replica serves requests.
 
         Raises:
-            WeightdError: it does not, for the reason in the text; after repeated failures Serve replaces the replica.
+            WeightdError: the replica does not serve requests; the text has the reason. After repeated failures, Serve
+                replaces the replica.
         """
         if self._failure or self._daemon.failure:
             raise FailedPrecondition(self._failure or self._daemon.failure)
-        # A restarting daemon fails the check, too. Until Serve loses patience, it sends requests to other replicas.
+        # The check also fails while the daemon restarts. Serve then sends requests to other replicas, and replaces this
+        # replica only after repeated failures.
         self._check_verified()
         ready = await self._daemon_client.ready(self._caller, self._arguments.name)
         if not ready.ready:
@@ -296,7 +299,7 @@ class Replica:
             raise Unavailable(text, retry_after=_RETRY_S)
 
     async def stop(self) -> None:
-        """Stop the daemon if it is embedded; return after its files have been removed."""
+        """Stop the daemon if it is embedded; return after the daemon's files have been removed."""
         if self._verify_task is not None:
             self._verify_task.cancel()
         await self._exit_stack.aclose()

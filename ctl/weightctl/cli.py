@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightctl import exit_codes, journal, keygen, lifecycle, metrics, models, operations, status
+from weightctl import exit_codes, journal, keygen, lifecycle, metrics, models, operations, rollout, status
 from weightctl.advise import command as advise
 from weightctl.bench import command as bench
 from weightctl.command import Command, CommandError, DaemonUnreachable
@@ -42,6 +42,7 @@ COMMANDS: Dict[str, Command] = {
     "unload": lifecycle.UNLOAD_COMMAND,
     "retry": lifecycle.RETRY_COMMAND,
     "restart": lifecycle.RESTART_COMMAND,
+    "rollout": rollout.COMMAND,
     "update": operations.UPDATE_COMMAND,
     "update-weights": operations.WEIGHTS_COMMAND,
     "reload": operations.RELOAD_COMMAND,
@@ -49,16 +50,17 @@ COMMANDS: Dict[str, Command] = {
     "install-units": install.COMMAND,
 }
 
-# When systemd runs `weightctl reload`, errors on stderr get this syslog priority in the journal.
+# File descriptor of stderr, and the syslog priority of errors there. When systemd runs `weightctl reload`, the journal
+# shows errors with this priority.
 _STDERR_FD, _PRIORITY_ERROR = 2, 3
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    """Run the command and return its exit status."""
+    """Run the command that `arguments` name (default: the process's arguments), and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        # A name or a path may contain characters that the terminal's encoding lacks.
+        # Escape characters of a name or path that the terminal's encoding cannot represent.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -66,7 +68,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             with redelivering_interrupts():
                 return _run(parser().parse_args(arguments))
         finally:
-            if hasattr(sys.stdout, "flush"):  # stdout is None if the parent process has closed it
+            if hasattr(sys.stdout, "flush"):  # sys.stdout is None if the parent process has closed it
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
@@ -114,7 +116,10 @@ def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:
 
 
 def _discard_stdout() -> None:
-    """Redirect stdout to /dev/null, because the interpreter's flush at exit would fail again and print an error."""
+    """Redirect stdout to /dev/null after a write error.
+
+    Otherwise the interpreter would flush stdout at exit, fail again and print another error.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -137,7 +142,7 @@ def parser() -> argparse.ArgumentParser:
             description=command.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        # Common options are accepted before and after the command; the last occurrence counts.
+        # The common options may precede or follow the command. If an option occurs twice, the last value counts.
         _add_common(sub, {})
         command.add_arguments(sub)
         sub.set_defaults(command=command, fail=sub.error)
@@ -145,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
-    """Add the common options. Without `defaults`, an option that is absent keeps the value set before the command."""
+    """Declare the common options. Without `defaults`, an absent option keeps the value given before the command."""
     default = defaults.get if defaults else _suppress_default
     parser.add_argument(
         "--socket",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from typing import Callable, Generator, NamedTuple
 
 from weightctl import exit_codes
@@ -19,8 +20,9 @@ from weightd_protocol.errors import (
     WeightdError,
 )
 from weightd_protocol.messages.status import StatusResponse
+from weightd_protocol.model_names import split_version
 
-# Connects to the daemon with the options of the command line.
+# A function that connects to the daemon, with the connection options of the command line.
 Connect = Callable[[], Client]
 
 
@@ -28,11 +30,11 @@ class Command(NamedTuple):
     """A command of weightctl.
 
     Attributes:
-        help: a summary in one line.
-        description: the description that --help prints.
-        add_arguments: declares the arguments of the command.
-        run: executes the command, prints to stdout, and returns the exit status.
-        manual: further text that only the manual page contains.
+        help: a summary of the command in one line.
+        description: the description that `--help` prints.
+        add_arguments: a function that declares the arguments of the command.
+        run: a function that executes the command, prints its output to stdout, and returns the exit status.
+        manual: additional text for the manual page of the command.
     """
 
     help: str
@@ -43,11 +45,11 @@ class Command(NamedTuple):
 
 
 class CommandError(WeightdError):
-    """A command failed.
+    """A command failed. Subclasses set the exit status and the error code for each cause.
 
     Attributes:
-        status: the exit status of weightctl.
-        code: the error code to print.
+        status: the exit status of weightctl after this error.
+        code: the error code that is printed before the error text.
     """
 
     status = exit_codes.ERROR
@@ -55,27 +57,27 @@ class CommandError(WeightdError):
 
 
 class BadInput(CommandError):
-    """An input file cannot be used; the text names the file and the reason."""
+    """An input file cannot be used. The error text names the file and the reason."""
 
     status = exit_codes.NO_INPUT
 
 
 class BadOutput(CommandError):
-    """The output cannot be written; the text names the file and the reason."""
+    """An output cannot be written. The error text names the file and the reason."""
 
     status = exit_codes.CANNOT_WRITE
     code = Internal.code
 
 
 class NotComplete(CommandError):
-    """The operation did not complete within the timeout, but the daemon continues with it."""
+    """An operation did not complete within the timeout. The daemon continues the operation."""
 
     status = exit_codes.NOT_YET
     code = DeadlineExceeded.code
 
 
 class DaemonUnreachable(CommandError):
-    """The daemon cannot be reached; the text gives the reason."""
+    """The daemon cannot be reached. The error text gives the reason."""
 
     def __init__(self, reason: RequestError) -> None:
         super().__init__(str(reason))
@@ -85,7 +87,10 @@ class DaemonUnreachable(CommandError):
 
 @contextlib.contextmanager
 def must_answer() -> Generator[None, None, None]:
-    """Convert errors of an unresponsive daemon to `DaemonUnreachable`, which has a separate exit status."""
+    """Within the block, convert errors of a daemon that does not respond to `DaemonUnreachable`.
+
+    `DaemonUnreachable` has a separate exit status.
+    """
     try:
         yield
     except (Unavailable, DeadlineExceeded) as error:
@@ -94,7 +99,10 @@ def must_answer() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def explain_denied(client: Client) -> Generator[None, None, None]:
-    """Add a hint to `PermissionDenied` if the connection is over ZeroMQ, where operator commands are not allowed."""
+    """Within the block, add a hint to `PermissionDenied` if the client uses ZeroMQ.
+
+    The daemon allows operator commands only over its Unix socket.
+    """
     try:
         yield
     except PermissionDenied as error:
@@ -106,10 +114,13 @@ def explain_denied(client: Client) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def operation_on(client: Client, model: str, operation: str) -> Generator[None, None, None]:
-    """Explain a denied operation; after a timeout, tell a long operation from a daemon that does not respond.
+    """Within the block, explain the errors of an operation on a model.
+
+    A denied operation gets a hint. A timeout becomes one of the errors below, which tell an operation that takes long
+    from a daemon that does not respond.
 
     Raises:
-        NotComplete: the operation continues.
+        NotComplete: the daemon responds; the operation has not completed and continues.
         DaemonUnreachable: the daemon does not respond.
     """
     try:
@@ -129,8 +140,15 @@ def operation_on(client: Client, model: str, operation: str) -> Generator[None, 
 _STATUS_BY_CODE = {InvalidArgument.code: exit_codes.USAGE, PermissionDenied.code: exit_codes.NO_PERMISSION}
 
 
-def check_model(status: StatusResponse, name: str) -> None:
-    """Raise `NotFound`, with the names of the existing models, if no model has this name."""
-    names = [model.name for model in status.models]
-    if name not in names:
+def filter_model(status: StatusResponse, name: str) -> StatusResponse:
+    """Return the status with only one model, or with the versions of one model.
+
+    Raises:
+        NotFound: no model has this name; the error has the names of the existing models.
+    """
+    models = tuple(model for model in status.models if name in (model.name, split_version(model.name)[0]))
+    if not models:
+        names = [model.name for model in status.models]
         raise NotFound(f"no model {name!r}; there are: {', '.join(names) or 'none'}")
+    version_sets = tuple(each for each in status.version_sets if each.name == name)
+    return dataclasses.replace(status, models=models, version_sets=version_sets)

@@ -1,4 +1,4 @@
-"""`weightctl events` and `weightctl logs`: the daemon's event history, and the output of its processes."""
+"""The commands `weightctl events` and `weightctl logs`: events of the daemon, and output of its child processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections import deque
 from typing import Deque, Iterator, NamedTuple, Optional
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, check_model, explain_denied, must_answer
+from weightctl.command import Command, Connect, explain_denied, filter_model, must_answer
 from weightctl.text import clean, count, local_time
 from weightd.client import Client
 from weightd_protocol import limits
@@ -72,13 +72,13 @@ def _parse_lines(argument: str) -> int:
 
 
 class EventBatch(NamedTuple):
-    """Events from one or more responses of the daemon.
+    """Events that were fetched with one or more requests.
 
     Attributes:
         events: the events, oldest first.
-        last_number: the number to continue from in the next request.
-        missed: how many events the daemon has discarded.
-        has_events: whether the daemon has any events, those before `--since` included.
+        last_number: the number of the last examined event, after which the next request continues.
+        missed: the number of requested events that the daemon had discarded.
+        has_events: whether the daemon has any matching events, including those older than `--since`.
     """
 
     events: Deque[Event]
@@ -93,7 +93,7 @@ def _show_events(options: argparse.Namespace, connect: Connect) -> int:
         with must_answer():
             batch = _fetch(client, options.model, 0, since, options.lines)
             if options.model and not batch.has_events:
-                check_model(client.status(), options.model)
+                filter_model(client.status(), options.model)
         if options.json and not options.follow:
             print(json.dumps({"events": [dataclasses.asdict(each) for each in batch.events], "missed": batch.missed}))
         else:
@@ -117,7 +117,7 @@ def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_event
 
 
 def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
-    """Print new events until Ctrl-C."""
+    """Print new events until Ctrl-C. While the daemon cannot be reached, keep trying."""
     is_lost = False
     while True:
         time.sleep(_POLL_INTERVAL_S)
@@ -211,7 +211,7 @@ def _show_logs(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _no_log(process: str, answer: LogsResponse) -> NotFound:
-    """Return the error for a process without a log; the text lists the processes that have one."""
+    """Return the error for a process without a log. The error text lists the processes that have a log."""
     available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
     more = f" and {answer.omitted:,} more" if answer.omitted else ""
     return NotFound(f"no process {process!r} with output; there are: {available}{more}")

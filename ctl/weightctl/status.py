@@ -1,4 +1,4 @@
-"""`weightctl status`: daemon, models, generations, devices, tenants and ZeroMQ proxies, as text and as JSON."""
+"""The command `weightctl status`: daemon, models, generations, devices, tenants and ZeroMQ proxies, as text or JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from weightctl import exit_codes
-from weightctl.command import Command, Connect, check_model, must_answer
+from weightctl.command import Command, Connect, filter_model, must_answer
 from weightctl.text import (
     OWN_REQUESTS_ONLY,
     binary,
@@ -21,6 +21,7 @@ from weightctl.text import (
     paragraph,
     size,
     table,
+    version_line,
 )
 from weightd_common.dashboard.memory import pss_total
 from weightd_common.log_text import progress_text
@@ -93,7 +94,7 @@ _TENANT_HEADING = (
 )
 _TENANT_LEFT_COLUMNS = 2
 
-# Maximum width of a column; names of models have up to 64 characters.
+# Maximum width of a column in characters. Names of models have up to 64 characters.
 _MAX_CHARACTERS = 24
 
 # Roles of processes that do not serve requests.
@@ -118,14 +119,8 @@ def _show_status(options: argparse.Namespace, connect: Connect) -> int:
     return exit_status(response)
 
 
-def filter_model(response: StatusResponse, name: str) -> StatusResponse:
-    """Return `response` with only one model; raise `NotFound` if no such model exists."""
-    check_model(response, name)
-    return dataclasses.replace(response, models=tuple(model for model in response.models if model.name == name))
-
-
 def exit_status(response: StatusResponse) -> int:
-    """Return the exit status for the states of the models."""
+    """Return the exit status of weightctl for the states of these models."""
     states = {model.state for model in response.models}
     if "failed" in states:
         return exit_codes.ERROR
@@ -133,7 +128,7 @@ def exit_status(response: StatusResponse) -> int:
 
 
 def as_json(response: StatusResponse, total: int) -> Dict[str, Any]:
-    """Return `response` as a dictionary, with the memory of the whole service."""
+    """Return `response` as a dictionary for JSON, with the memory use of the whole service added."""
     return {**dataclasses.asdict(response), "pss_total_bytes": total}
 
 
@@ -141,11 +136,11 @@ def render(response: StatusResponse, total: int) -> str:
     """Return `response` as text for an operator.
 
     Args:
-        response: the status to show.
-        total: the memory of the whole service, which may have more models than `response`.
+        response: the status of the daemon, possibly with only some of its models.
+        total: the memory use of the whole service, including models that are not in `response`.
     """
     up = duration(response.uptime_s)
-    # A tenant that sees only its own requests gets no process ids.
+    # The daemon sends pid 0 to a client that may see only its own requests.
     pid = f", pid {response.pid}" if response.pid else ""
     lines = [f"weightd {clean(response.version)}: {clean(response.state)}{pid}, up {up}"]
     if response.note:
@@ -153,6 +148,7 @@ def render(response: StatusResponse, total: int) -> str:
     lines.append("")
     for model in response.models:
         lines += [*_model_lines(model), ""]
+    lines += map(version_line, response.version_sets)
     lines += [line for device in response.devices for line in _device_lines(device)]
     lines += format_tenants(response.tenants, [model.name for model in response.models])
     lines += map(_proxy_line, response.zmq_proxies)
@@ -198,7 +194,7 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
 
 
 def _execution_lines(model: ModelStatus) -> Iterator[str]:
-    """Yield lines about executions, if they differ from requests because of batching, splitting or retries."""
+    """Yield lines about executions, if rows are batched or split, or if some requests ran more than once."""
     executions = model.executions
     if executions is None or not (executions.rows or executions.retried):
         return
@@ -222,7 +218,7 @@ def _row_range(max_rows: int) -> str:
 
 
 def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield the lines for a generation; `prefix` is the common part of its processes' names."""
+    """Yield the lines for a generation. `prefix` is the part that the names of all its processes have in common."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
     progress = progress_text(generation.load_fraction, generation.remaining_s)
@@ -255,7 +251,7 @@ def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str
 
 
 def _placement_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield the processes on each device, if the generation runs on several devices."""
+    """Yield the names of the processes on each device, if the generation has several devices."""
     names_by_device: Dict[str, List[str]] = {}
     for process in generation.processes:
         if process.device not in ("", generation.device):
@@ -265,14 +261,14 @@ def _placement_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]
 
 
 def _slice_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield the digest of the slice that each rank has loaded, if there are ranks."""
+    """Yield the digest of the slice that each rank has loaded, if the generation has ranks."""
     slices = [f"{_short(each.name, prefix)} {clean(each.sha256)[:12]}" for each in generation.processes if each.sha256]
     if slices:
         yield from paragraph("sha256 of slices", ", ".join(slices), "    ")
 
 
 def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield the processes that run several predicts at once, grouped by their number."""
+    """Yield the names of processes that run several predicts at once, grouped by the number of predicts."""
     names_by_concurrency: Dict[int, List[str]] = {}
     for process in generation.processes:
         if process.concurrency > 1 and process.role not in _NON_SERVING_ROLES:
@@ -282,7 +278,7 @@ def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[st
 
 
 def _origin_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield how processes were started, with the reason why not otherwise, grouped by both."""
+    """Yield how processes were created and why they were not forked, grouped by both."""
     names_by_origin: Dict[Tuple[Optional[str], str], List[str]] = {}
     for process in generation.processes:
         names_by_origin.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
@@ -310,13 +306,13 @@ def _row(process: ProcessStatus, prefix: str) -> List[str]:
 
 
 def _short(name: str, prefix: str) -> str:
-    """Return a process's name without the common part: w2 for tiny.1.w2."""
+    """Return a process's name without `prefix`, such as w2 for tiny.1.w2."""
     return clean(name[len(prefix) :] if name.startswith(prefix) else name)
 
 
 def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
     if any(process.role == "rank" for process in generation.processes):
-        return  # ranks have different slices, so they share no weights
+        return  # ranks share no weights, because each has its own slice
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
     copy, saved = generation.copy_bytes, generation.saved_bytes
     workers = count(sharing, "worker")
@@ -338,7 +334,7 @@ def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
 
 
 def format_tenants(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
-    """Yield the table and notes of tenants, limited to requests for `models` and to requests without a model."""
+    """Yield table and notes of the tenants. Count only requests for `models`, and requests that have no model."""
     found = [(tenant, _shown_accounts(tenant, models)) for tenant in tenants]
     rows = [row for tenant, accounts in found for row in _rows(tenant, accounts)]
     if rows:
@@ -361,7 +357,7 @@ def _rows(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[L
     name = _shorten(tenant.name)
     for account in accounts:
         yield [name, _shorten(account.model) or "(other)", *_account_cells(account)]
-        # The name is shown only in the tenant's first row.
+        # Only the first row of a tenant shows its name.
         name = ""
 
 
@@ -428,7 +424,7 @@ def _fork_server_line(server: ForkServerStatus) -> str:
 
 
 def _memory_limit_line(memory: MemoryLimit) -> Iterator[str]:
-    """Yield the line about the control group, unless it has no limit, no pressure and no OOM kills."""
+    """Yield the line about the control group, unless it has no limit, no memory pressure and no OOM kills."""
     limit, high, kills, pressure = memory.limit_bytes, memory.high_bytes, memory.oom_kills, memory.pressure_percent
     if limit is None and high is None and not kills and not pressure:
         return

@@ -1,7 +1,7 @@
-"""Composition root of the daemon: acquires the host's resources and connects the parts.
+"""Composition root of the daemon: acquires locks, sockets and other resources, and connects the parts.
 
-`run` holds locks, sockets, signal handlers and the shim from the first bind until the daemon exits. `build` connects
-the parts. `main_loop.py` has the behavior of the daemon while it runs.
+`run` acquires locks, sockets, signal handlers and the shim, and releases them when the daemon exits. `build` creates
+the parts and connects them. `main_loop.py` defines what the daemon does while it runs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,18 @@ from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
+from weightd_daemon.config_in_force import (
+    ConfigInForce,
+    TenantServices,
+    admitted_tenants,
+    lifecycle_limits,
+    listener_auth,
+    update_devices,
+)
 from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
 from weightd_daemon.handover.counter_store import CounterEntry, CounterStore
 from weightd_daemon.handover.instance_lock import lock_instance
@@ -51,15 +60,7 @@ from weightd_daemon.platform.memory import host_memory_bytes
 from weightd_daemon.platform.resource_limits import check_threads, with_limit_hint
 from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.supervisor import ProcessSupervisor
-from weightd_daemon.reload import (
-    ConfigInForce,
-    Reloader,
-    TenantServices,
-    admitted_tenants,
-    lifecycle_limits,
-    listener_auth,
-    update_devices,
-)
+from weightd_daemon.reload import Reloader
 from weightd_daemon.scheduling.dispatcher import SharedScheduling
 from weightd_daemon.shutdown import Shutdown
 from weightd_daemon.tenants.reporting import UsageReporter
@@ -72,24 +73,25 @@ from weightd_protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
 
-# Default share of the host's memory for messages that clients send or have not read yet. The models use the rest.
+# Divisor of the host's memory: by default, a quarter of it is the budget for messages from clients and for replies that
+# they have not read. The models can use the rest.
 _MEMORY_DIVISOR = 4
 
-# Threads that libzmq starts in a process with one context.
+# Number of threads that libzmq starts in a process with one ZeroMQ context.
 _ZEROMQ_THREADS = 2
 
 
 class Host(NamedTuple):
-    """Resources of the operating system that a daemon holds; `run` releases them at the end.
+    """Resources of the operating system that `run` acquires for the daemon and releases when the daemon exits.
 
     Attributes:
-        loop: the event loop.
+        loop: the event loop of the daemon.
         context: the ZeroMQ context.
-        sockets: the sockets on which clients connect.
-        wakeups: a descriptor from which the number of each received signal is read, one byte each.
+        sockets: the listening sockets for clients.
+        wakeups: the descriptor from which the daemon reads the numbers of received signals, one byte for each.
         event_log: keeps recent log lines for clients.
-        shim: the parent of the child processes across restarts of the daemon; None without a service manager.
-        terminal: the terminal's state before the signal handlers were installed.
+        shim: starts the shim or takes it over from the previous daemon; None without a service manager.
+        terminal: the state of this process's terminal before the signal handlers were installed.
     """
 
     loop: EventLoop
@@ -115,8 +117,8 @@ def run(options: Options) -> int:
     except OSError as error:
         raise PathInUse(with_limit_hint(f"cannot start the process spawner thread: {error}")) from None
     signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
-    # With a configuration file, SIGHUP reloads it, even under nohup. Without one, SIGHUP stops the daemon unless the
-    # parent process has it ignored.
+    # With a configuration file, SIGHUP reloads the file, even under nohup. Without a file, SIGHUP stops the daemon,
+    # except if the parent process has set it to be ignored (nohup).
     if options.file is not None or ends_on_hangup():
         signal_numbers.append(signal.SIGHUP)
     terminal, event_log = Terminal(), EventLog()
@@ -135,7 +137,8 @@ def run(options: Options) -> int:
 @contextlib.contextmanager
 def _shim(manager: ServiceManager, config: Config) -> Generator[ShimLauncher | None, None, None]:
     if not manager.is_present:
-        # These descriptors lead to the shim of an earlier, managed daemon. The shim ends when they are closed.
+        # These descriptors belong to the shim of an earlier daemon, which ran under a service manager. Close them, so
+        # that the shim exits.
         for descriptor in manager.inherited.get(SHIM, []):
             os.close(descriptor)
         yield None
@@ -154,9 +157,10 @@ def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
 
 
 def build(options: Options, host: Host) -> Daemon:
-    """Connect the parts of a daemon and return it. Nothing is loaded and no request is read before `Daemon.serve`.
+    """Create and connect the parts of a daemon. It loads no models and reads no requests before `Daemon.serve`.
 
-    Parts that depend on each other get functions that look the other part up when they are called.
+    Two parts that need each other cannot both be created first. So one gets a lambda, which looks up the other part
+    only when it is called.
     """
     config, loop, file = options.config, host.loop, options.file
     devices: dict[str, DeviceBudget] = {}
@@ -193,6 +197,7 @@ def build(options: Options, host: Host) -> Daemon:
         lifecycle,
     )
     registry = ModelRegistry(factory.make)
+    lookup = ModelLookup(registry)
     authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
     max_memory_bytes = config.daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR
     memory_budget = MemoryBudget(
@@ -217,6 +222,7 @@ def build(options: Options, host: Host) -> Daemon:
             registry,
             supervisor,
             devices,
+            rollout_records=lookup.rollout_records,
             load_monitor=load_monitor,
             shutdown=shutdown,
             config_note=options.config_note,
@@ -235,6 +241,7 @@ def build(options: Options, host: Host) -> Daemon:
         supervisor,
         TenantServices(tenants, authorizer, usage_reporter, scheduling.clocks, on_tenants_changed),
         lifecycle,
+        lookup=lookup,
         counters=books.counters,
         on_applied=lambda: daemon.schedule_reconcile(),
     )
@@ -251,6 +258,7 @@ def build(options: Options, host: Host) -> Daemon:
     snapshots = SnapshotBuilder(
         SnapshotSources(
             registry,
+            lookup.version_sets,
             supervisor,
             devices,
             load_monitor,
@@ -267,9 +275,9 @@ def build(options: Options, host: Host) -> Daemon:
     status = StatusService(snapshots, host.event_log, loop, lambda: router.responses)
     router = RequestRouter(
         loop,
-        registry,
+        lookup,
         memory_budget,
-        DaemonControl(status, reloader.request, supervisor.messenger.unmap, lifecycle),
+        DaemonControl(status, reloader.request, supervisor.messenger.unmap, lifecycle, supervisor.mark_changed),
         max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
         user_limits=config.daemon.user_limits,
         authorizer=authorizer,
@@ -295,7 +303,7 @@ def build(options: Options, host: Host) -> Daemon:
         service,
     )
     daemon = Daemon(options, parts)
-    timers = [
+    for timer in (
         heap_trimmer.timer,
         *usage_reporter.timers,
         counter_store.timer,
@@ -303,8 +311,8 @@ def build(options: Options, host: Host) -> Daemon:
         status.timer,
         shutdown.timer,
         lifecycle.timer,
-    ]
-    for timer in timers if service is None else [*timers, service.timer]:
+        *(() if service is None else (service.timer,)),
+    ):
         loop.add_timer(timer)
     loop.on_suspended(daemon.on_suspended)
     loop.add(host.wakeups, lambda: daemon.on_signals(os.read(host.wakeups, 64)))

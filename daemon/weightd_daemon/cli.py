@@ -28,6 +28,7 @@ from weightd_daemon.main_loop import Options
 from weightd_daemon.memory_plan import plan_memory
 from weightd_daemon.platform import environment, log_setup
 from weightd_daemon.platform.directories import PathInUse
+from weightd_daemon.repository import select_models
 from weightd_daemon.zmq_proxy.zygote import Zygote
 from weightd_protocol.schema import label
 from weightd_protocol.version import VERSION
@@ -38,11 +39,12 @@ Use weightctl to talk to a running daemon."""
 
 
 def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> int:
-    """Run the command; return its exit status.
+    """Run a command line; return the exit status.
 
     Args:
-        arguments: arguments of the command line; None for the arguments of this process.
-        zygote: forks the ZeroMQ proxies of a daemon; None if the daemon has to start one when it needs it.
+        arguments: the arguments of the command line; None for the arguments of this process.
+        zygote: forks ZeroMQ proxies for the commands that start a daemon; if None, the daemon starts a zygote when it
+            needs one.
     """
     options = parser().parse_args(arguments)
     options.zygote = zygote
@@ -71,7 +73,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     name = options.name or Path(options.model).stem
-    # This is the address that weightctl uses by default.
+    # Without --socket, use the address to which weightctl connects without --socket.
     socket = endpoints.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
     model = {
         "path": options.model,
@@ -81,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         "devices": options.device or [CPU],
     }
     try:
-        # `parse` applies the same limits as to a configuration file.
+        # `parse` checks the arguments in the same way as the keys of a configuration file.
         config = parse(
             {"daemon": {"socket": socket, "cache_dir": options.cache_dir}, "models": {name: model}}, Path.cwd()
         )
@@ -95,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _example_command(socket: str, model: str) -> str:
-    """Return a command that sends a request to the model, to be copied into another terminal."""
+    """Return an example command for the user, which sends a request with random inputs to the model."""
     address_options = (
         [] if socket == endpoints.socket_address(endpoints.runtime_dir()) else ["--socket", _client_address(socket)]
     )
@@ -103,7 +105,7 @@ def _example_command(socket: str, model: str) -> str:
 
 
 def _client_address(socket: str) -> str:
-    """Return the address that clients use: given a path, they prefer the daemon's unix socket beside it."""
+    """Return the address for clients: PATH instead of ipc://PATH, so that they try the Unix socket beside it."""
     return socket.removeprefix("ipc://")
 
 
@@ -126,11 +128,14 @@ def _name_argument(problem: str, name: str, *, is_name_given: bool) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    # Exit through SystemExit, as on Ctrl-C, so that blocks that own processes and files clean up.
+    # On a signal, raise SystemExit, so that `with` blocks stop their processes and remove their files.
     for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _exit_on_signal)
     unit = unit_of(options.config)
-    config, loadable, found = check_config(options.config, unit)
+    checked = check_config(options.config, unit)
+    config = select_models(checked.config, {})
+    loadable = {name: model for name, model in checked.loadable.items() if name in config.models or not model.revision}
+    found = [*checked.problems, *(f"{options.config}: {each}" for each in config.repository_problems.values())]
     members = {name for group in config.groups.values() for name in group.models}
     model_problems = find_problems(loadable, members)
     found += [f"{options.config}: {problem}" for name in model_problems for problem in model_problems[name]]
@@ -166,7 +171,7 @@ def _print_plan(config: Config) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> NoReturn:
-    """Replace this process by the gateway, which runs no code of the daemon."""
+    """Execute the gateway's program in this process. It runs no code of the daemon."""
     program = [sys.executable, "-m", "weightd_gateway"]
     os.execv(sys.executable, [*program, *commandline.to_gateway_arguments(options)])  # noqa: S606 - no shell is wanted
 

@@ -1,14 +1,14 @@
-"""Reading of the configuration file: at the start, in a helper process for a reload, and from the service manager.
+"""Reading of the configuration file at the start and for a reload, and its last valid text as the fallback.
 
-The service manager keeps the text of the configuration that was last in force. If the file has become invalid, or names
-directories that are in use or cannot be created, a restarted service falls back to that text, keeps its loaded models,
-and reports the problem until a reload succeeds. Without a kept text, as at the first start, an invalid file ends the
-start.
+The daemon stores the text of the configuration in force with the service manager. When the service is restarted, the
+file may have become invalid, or may name directories that are in use or cannot be created. Then the new daemon uses the
+stored text, keeps the loaded models, and reports the problem until a reload succeeds. If no text is stored, as at the
+first start, the daemon exits with an error.
 
 Parsing takes seconds for some files, and reading from a file system that does not answer may never end, but the event
 loop must not stop. So for a reload, a helper process reads and validates the file and checks the files that it names.
 The daemon kills a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, where LISTENING is a list
-in JSON. The helper writes a pickled `ReadConfig` to stdout.
+in JSON, and "-" if the content of the file comes from stdin. The helper writes a pickled `ReadConfig` to stdout.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weightd_daemon.processes.process_table import ProcessTable
 _log = logging.getLogger("weightd")
 
 CONFIG = "config"
-"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): the text of the configuration."""
+"""Name under which the service manager stores the descriptor with the configuration's text (FDSTORE=1)."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -47,6 +47,9 @@ _PROGRAM = (
 )
 
 _PROCESS_NAME = "configuration"
+
+# Argument of the helper: the content of the file comes from stdin.
+_TEXT_ON_STDIN = "-"
 
 # Limits the size of a helper's result, which the event loop reads and forwards.
 _MAX_PROBLEMS = 100
@@ -58,8 +61,8 @@ class ReadConfig(NamedTuple):
     Attributes:
         text: the text of the file.
         config: the configuration; None if the file is invalid.
-        problems: errors in the file itself.
-        model_problems: by model, errors in the files that the model names.
+        problems: the errors in the file itself.
+        model_problems: by name of a model, the errors in the files that the model's table names.
     """
 
     text: str = ""
@@ -68,47 +71,64 @@ class ReadConfig(NamedTuple):
     model_problems: Mapping[str, Sequence[str]] = {}
 
 
-def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
-    """Read and validate a configuration file, and check the files that it names."""
+def read_file(path: Path, listen_addresses: Sequence[str] = (), text: str | None = None) -> ReadConfig:
+    """Read and validate a configuration file, and check the files that it names.
+
+    Args:
+        path: the path of the file.
+        listen_addresses: see `load`.
+        text: the content of the file; None to read the file.
+    """
     try:
-        text = read_text(path)
+        text = read_text(path) if text is None else text
         config = load_text(text, path, listen_addresses)
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
         answer = error.problems[:_MAX_PROBLEMS]
         return ReadConfig(problems=(*answer, f"{path}: {more} more errors") if more > 0 else answer)
     members = {name for group in config.groups.values() for name in group.models}
-    model_problems = find_problems(config.models, members, runs_interpreters=False)
+    # A model of the repository that cannot be loaded does not keep the other models from being changed.
+    own = {name: model for name, model in config.models.items() if not model.revision}
+    model_problems = find_problems(own, members, runs_interpreters=False)
     return ReadConfig(
         text, config, (), {name: [f"{path}: {each}" for each in of_one] for name, of_one in model_problems.items()}
     )
 
 
 class ConfigReader:
-    """Reader of configuration files that runs a helper process, one file at a time.
+    """Reads configuration files in a helper process, one file at a time.
 
     Args:
-        process_table: watches the helper.
+        process_table: watches the helper process.
     """
 
     def __init__(self, process_table: ProcessTable) -> None:
         self._process_table = process_table
         self._has_timed_out = False
 
-    def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[ReadConfig], object]) -> None:
-        """Start the helper; `on_result` is called with its result.
+    def start(
+        self,
+        path: Path,
+        listen_addresses: Sequence[str],
+        on_result: Callable[[ReadConfig], object],
+        text: str | None = None,
+    ) -> None:
+        """Start the helper; `on_result` is called with its result. `text` is the content of the file, None to read it.
 
         Raises:
-            OSError: the process cannot be started.
+            OSError: the helper process cannot be started.
         """
         self._has_timed_out = False
         python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
         argv = [*python, str(os.getpid()), str(path), json.dumps(list(listen_addresses))]
+        argv += [] if text is None else [_TEXT_ON_STDIN]
         # In memory, because the daemon's directories may be missing or full.
         result_fd = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
         log_fd = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
         try:
-            process = processes.start(argv, Path(f"/proc/self/fd/{log_fd}"), stdout=result_fd)
+            process = processes.start(
+                argv, Path(f"/proc/self/fd/{log_fd}"), stdout=result_fd, stdin_data=(text or "").encode()
+            )
         except OSError:
             os.close(result_fd)
             os.close(log_fd)
@@ -118,7 +138,7 @@ class ConfigReader:
         )
 
     def abort(self) -> None:
-        """Kill a helper that takes too long; its result reports the timeout."""
+        """Kill a helper process that takes too long. Its result contains an error about the time-out."""
         self._has_timed_out = True
         self._process_table.kill(_PROCESS_NAME)
 
@@ -128,7 +148,7 @@ class ConfigReader:
         os.close(result_fd)
         os.close(log_fd)
         if exit_cause.status == 0:
-            # This program has written the data for this process, so unpickling is safe.
+            # Unpickling is safe, because the helper process, which runs the daemon's code, has written the data.
             result: ReadConfig = pickle.loads(content)  # noqa: S301
         else:
             why = (
@@ -145,22 +165,24 @@ def main() -> None:
     process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
-    result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]))
+    text = sys.stdin.buffer.read().decode() if sys.argv[4:] == [_TEXT_ON_STDIN] else None
+    result = read_file(Path(sys.argv[2]), json.loads(sys.argv[3]), text)
     with os.fdopen(os.dup(1), "wb") as out:
         pickle.dump(result, out)
 
 
 class ConfigFile:
-    """The configuration file of a daemon.
+    """The configuration file of a daemon, with the fallback in the service manager.
 
     Args:
         path: the absolute path of the file.
-        manager: keeps the configuration in force for the next daemon, and passes listening sockets.
+        manager: stores the text of the configuration in force, and has passed listening sockets to the daemon.
 
     Attributes:
         path: the absolute path of the file.
-        listen_addresses: addresses of the listening sockets that the service manager has passed.
+        listen_addresses: the addresses of the listening sockets that the service manager has passed.
         note: why the configuration in force differs from the file; "" if it does not.
+        text_in_force: the content of the file when it was put in force.
     """
 
     def __init__(self, path: Path, manager: ServiceManager) -> None:
@@ -170,13 +192,14 @@ class ConfigFile:
         self.listen_addresses = listen_addresses(manager.inherited.get(CLIENTS, []))
         self._descriptors = manager.inherited.get(CONFIG, [])
         self._text = ""
+        self.text_in_force = ""
 
     def load_initial(self) -> Config:
-        """Return the configuration to start with: the file's, or else the one that was last in force.
+        """Return the configuration to start with: from the file, or from the stored text if the file cannot be used.
 
         Raises:
-            ConfigError: the file is invalid, and no usable earlier configuration is kept.
-            PathInUse: a directory is in use or cannot be created, and no usable earlier configuration is kept.
+            ConfigError: the file is invalid, and no valid text is stored.
+            PathInUse: a directory is in use or cannot be created, and no valid text is stored.
         """
         try:
             config = self.read()
@@ -194,18 +217,18 @@ class ConfigFile:
             return before
 
     def read(self) -> Config:
-        """Read the file in this process.
+        """Read and validate the file in this process.
 
         Raises:
             ConfigError: the file is invalid.
         """
         text = read_text(self.path)
         config = load_text(text, self.path, self.listen_addresses)
-        self._text = text
+        self._text = self.text_in_force = text
         return config
 
     def accept(self, result: ReadConfig) -> Config:
-        """Return the configuration from a helper's result, and remember its text for `mark_in_force`.
+        """Return the configuration from a helper process's result, and remember the text for `mark_in_force`.
 
         Raises:
             ConfigError: the file is invalid.
@@ -216,7 +239,7 @@ class ConfigFile:
         return result.config
 
     def mark_in_force(self) -> None:
-        """Keep the text that was read last with the service manager, as the fallback for the next daemon."""
+        """Store the text that was read last with the service manager, as the fallback for the next daemon."""
         content = self._text.encode()
         try:
             if not self._descriptors:
@@ -232,8 +255,8 @@ class ConfigFile:
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
             try:
                 config = load_text(text, self.path, self.listen_addresses)
-            except ConfigError:  # the text may be from a version of weightd with other keys
+            except ConfigError:  # the text may come from another version of weightd, which had other keys
                 return None
-            self._text = text
+            self._text = self.text_in_force = text
             return config
         return None

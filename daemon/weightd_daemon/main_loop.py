@@ -1,7 +1,8 @@
-"""Main loop of the daemon: start, reconciliation, signals and stop.
+"""Behavior of the daemon while it runs: start, reconciliation, signals and stop.
 
-The event loop (`platform.event_loop`) waits and calls handlers. Every change beyond a single request schedules
-`Daemon._reconcile`, which compares the current state with the intended state and acts on the difference.
+The event loop (`platform.event_loop`) waits for events and calls handlers. Each change of a process, a generation or
+the configuration schedules `Daemon._reconcile`, which compares the current state with the intended state and acts on
+the difference.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from weightd_daemon import exit_codes
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigFile
+from weightd_daemon.config_in_force import ConfigInForce
 from weightd_daemon.handover.counter_store import CounterStore
 from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.handover.systemd import ManagedService
@@ -25,14 +27,14 @@ from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.fd_closer import INTERRUPT
 from weightd_daemon.processes.supervisor import ProcessSupervisor
-from weightd_daemon.reload import ConfigInForce, Reloader
+from weightd_daemon.reload import Reloader
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 from weightd_daemon.transport.zmq_proxies import ZmqProxies
 from weightd_daemon.zmq_proxy.zygote import Zygote
 
 _log = logging.getLogger("weightd")
 
-# Time that the daemon needs to exit after the last request has ended.
+# Seconds that the daemon may need to exit after the drain timeout. It asks the service manager to wait for both.
 _STOP_MARGIN_S = 10.0
 
 
@@ -41,11 +43,11 @@ class Options(NamedTuple):
 
     Attributes:
         config: the configuration to serve.
-        file: the configuration file, read again on SIGHUP; None without one.
-        manager: the service manager: gets state notifications, and keeps sockets and the shim for the next daemon.
-        one_shot: for `weightd run`: an example command, logged once the model is ready; the daemon stops if the model
-            fails. "" otherwise: if a model fails, the daemon goes on serving the others.
-        zygote: forks the ZeroMQ proxies; None if the daemon has to start one when it needs it.
+        file: the configuration file, which is read again on SIGHUP; None if weightd runs without one.
+        manager: the service manager, which gets notifications and stores descriptors for the next daemon.
+        one_shot: for `weightd run`, the example command that is logged once the model is ready. The daemon then stops
+            if the model fails. "" for `weightd serve`, where the daemon continues to serve the other models.
+        zygote: forks the ZeroMQ proxies; if None, the daemon starts a zygote when it needs one.
     """
 
     config: Config
@@ -55,26 +57,26 @@ class Options(NamedTuple):
     zygote: Zygote | None = None
 
     def config_note(self) -> str:
-        """Return why the configuration in force differs from the configuration file; "" if it does not."""
+        """Return why the configuration in force differs from the configuration file; "" if they are equal."""
         return "" if self.file is None else self.file.note
 
 
 class Parts(NamedTuple):
-    """Parts of a daemon.
+    """The parts that `app.build` has created and that `Daemon` controls.
 
     Attributes:
-        loop: the event loop.
+        loop: the event loop of the daemon.
         shutdown: the state machine of the stop.
         supervisor: starts and watches child processes.
-        load_monitor: the progress of models that are loading.
-        registry: the models.
+        load_monitor: knows the progress of models that are loading.
+        registry: the registry of the models.
         router: routes requests and responses between clients and models.
         proxies: the proxies of the ZeroMQ listeners.
         status: answers status, metrics, events and logs requests.
         config: the configuration in force.
         reloader: replaces the configuration in force.
         counter_store: persists counters across restarts.
-        service: reports to the service manager and hands state over to the next daemon; None without a service manager.
+        service: notifies the service manager and hands state over to the next daemon; None without a service manager.
     """
 
     loop: EventLoop
@@ -92,10 +94,10 @@ class Parts(NamedTuple):
 
 
 class Daemon:
-    """A daemon that serves the models of a configuration.
+    """A daemon that serves the configured models.
 
     Args:
-        options: options of the command line.
+        options: the options of the command line.
         parts: the parts that the daemon controls.
     """
 
@@ -118,7 +120,7 @@ class Daemon:
         """Serve until the daemon is stopped; return the exit status.
 
         Args:
-            shim: has the state that the previous daemon handed over; None without a service manager.
+            shim: provides the state that the previous daemon has handed over; None without a service manager.
         """
         try:
             self._start(shim)
@@ -131,7 +133,7 @@ class Daemon:
                 self._supervisor.kill_all()
             self._supervisor.messenger.close()
             self._counter_store.close()
-            # The router closes first: its last messages to ZeroMQ clients still have to pass through the proxies.
+            # Close the router before the proxies, because its last messages to ZeroMQ clients pass through the proxies.
             self._router.close()
             self._proxies.close()
         if any(each.is_failing for model in self._registry.models.values() for each in model.deployments):
@@ -158,17 +160,14 @@ class Daemon:
             if file is not None:
                 file.mark_in_force()
         if shim is not None and handover is not None:
-            # Take over the models that the previous daemon has loaded.
+            # Take over the devices of the previous daemon. Keep the processes and files of its models, and remove
+            # everything else that it has left.
             self._config.adopt_devices(handover)
             children = [name for record in handover.models for name in record.children]
             entries = [name for record in handover.models for name in record.directories]
             self._supervisor.remove_leftovers(children, [*entries, *shim.own_entries])
-        # Start the fork servers first: they import their engines while the models' snapshots are taken.
-        self._supervisor.fork_servers.reconcile(config.models.values())
-        if handover is not None:
-            self._registry.resume(handover.models, config.models, now)
-        else:
-            self._registry.start(config.models, now)
+        self._config.start_models(handover, now)
+        self._reloader.watch_repository()
         if file is not None:
             self._counter_store.open(now)
         self._config.apply_accounting(now)
@@ -176,26 +175,28 @@ class Daemon:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def on_change(self) -> None:
-        """Schedule a reconciliation after the state of a generation or of a child process has changed."""
+        """Schedule a reconciliation, because a generation or a child process has changed its state."""
         self._load_monitor.on_change()
         self.schedule_reconcile()
 
     def schedule_reconcile(self) -> None:
-        """Schedule `_reconcile` to run once before the loop waits again."""
+        """Make the loop call `_reconcile` once before it waits again."""
         self._loop.call_soon(self._reconcile)
 
     def _reconcile(self) -> None:
-        """Bring models, service manager and pending replies up to date, and finish a stop.
+        """Act on changes: update models, notify the service manager, send pending replies, and continue a stop.
 
-        While a model is changing or the daemon is stopping, this runs at the end of every turn of the loop.
+        While a model is changing or the daemon is stopping, this method runs at the end of every turn of the loop.
         """
         now = event_loop.now()
         if self._registry.changing:
             self._registry.reconcile(now)
+        if not self._shutdown.has_begun:
+            self._config.reselect(now)
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
         if self._service is not None:
             self._service.on_change(now)
-        # The service has recorded the update for the next daemon by now.
+        # Send these replies after `on_change`, which records completed updates for the next daemon.
         self._router.admin.send_saved_responses()
         if self._options.one_shot:
             self._reconcile_one_shot(now)
@@ -206,7 +207,7 @@ class Daemon:
         self._loop.on_turn_end(self._reconcile if self._registry.changing or self._shutdown.has_begun else None)
 
     def _reconcile_one_shot(self, now: float) -> None:
-        """Stop if the only model of `weightd run` has failed; log the example command once it is ready."""
+        """Stop if the model of `weightd run` has failed; log the example command once when the model is ready."""
         models = self._registry.models.values()
         if any(model.readiness.has_failed for model in models):
             self.stop(now)
@@ -226,9 +227,10 @@ class Daemon:
         return self._service is not None or self._supervisor.is_empty
 
     def on_suspended(self, seconds: float) -> None:
-        """Extend the time limits of child processes by the seconds in which the daemon did not run.
+        """Adjust deadlines after the daemon was suspended for some seconds.
 
-        Deadlines of clients and of the service manager go by real time, so they come sooner on the daemon's clock.
+        Time limits of child processes are extended, because the daemon's clock has stood still. Deadlines that clients
+        and the service manager have set continue in real time, so they come sooner on the daemon's clock.
         """
         _log.warning("daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = event_loop.now()
@@ -240,28 +242,30 @@ class Daemon:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def on_signals(self, numbers: bytes) -> None:
-        """Handle received signals; each byte of `numbers` is the number of one signal."""
+        """Handle received signals. Each byte of `numbers` is the number of a signal."""
         now = event_loop.now()
         for number in numbers:
             if number == INTERRUPT:
-                # This signal interrupts a system call of one thread (`fd_closer.py`); there is nothing left to do.
+                # The only purpose of this signal is to interrupt a system call in a thread of `fd_closer.py`.
                 continue
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP and self._reloader.is_possible_by_hangup:
                 self._reloader.on_hangup()
             elif number == signal.SIGHUP or not self._shutdown.has_begun:
-                # When a terminal closes, the kernel and the shell may both send SIGHUP: the second one forces nothing.
+                # A second SIGHUP does not force the stop, because the kernel and the shell may both send one when a
+                # terminal closes.
                 self.stop(now)
             else:
                 _log.warning("second stop signal; not waiting for requests")
                 self._shutdown.handle(ShutdownEvent.FORCE)
-                # Stop the models first: a running model would replace the killed processes.
+                # Stop the models before their processes are killed, because a running model would replace the
+                # processes.
                 self._stop_models(now)
                 if self._service is None:
                     self._supervisor.kill_all()
 
     def stop(self, now: float) -> None:
-        """Reject new requests, finish the accepted ones within the drain timeout, then stop the models."""
+        """Begin a stop: reject new requests, finish accepted ones within the drain timeout, then stop the models."""
         if not self._shutdown.has_begun:
             drain_timeout_s = self._config.drain_timeout_s
             _log.info("stopping; finishing accepted requests for at most %g s", drain_timeout_s)
@@ -273,14 +277,15 @@ class Daemon:
             self._options.manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={timeout_us}")
 
     def finish_drain(self, now: float) -> None:
-        """End draining: every accepted request is finished, or the drain timeout has passed."""
+        """Stop the models, because every accepted request is finished or the drain timeout has passed."""
         if self._shutdown.is_draining:
             self._shutdown.handle(ShutdownEvent.DRAINED)
             self._stop_models(now)
 
     def _stop_models(self, now: float) -> None:
         if self._service is not None:
-            # Under a service manager the processes stay: either the next daemon takes them over, or the shim ends them.
+            # Under a service manager, leave the processes running: the next daemon takes them over, or the shim stops
+            # them.
             self._registry.hand_over(now)
         else:
             self._registry.drain(now)

@@ -1,4 +1,4 @@
-"""Fairness between callers: limits on requests, bytes and connections, and the order of work. Pure: no I/O."""
+"""Fairness between callers: limits each caller's requests, bytes and connections, and decides whose work runs next."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class FairShareQueue(Generic[T]):
-    """A queue that returns the item of the user with the least accumulated time first.
+    """A queue of several users' items; `get` returns an item of the user with the least accumulated time.
 
-    A user without items in the queue resumes with at least the accumulated time of the user that was served last, so
-    that an idle user cannot save up time.
+    When a user without queued items adds one, the user's accumulated time is raised at least to the time of the user
+    that was served last. So a user does not gain precedence by having been idle.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FairShareQueue(Generic[T]):
         self._waiting[user].append(item)
 
     def get(self) -> tuple[Hashable, T]:
-        """Remove and return the next item and its user; of users with equal time, the one that has waited longest."""
+        """Remove the next item; return its user and the item. Of users with equal time, the first to wait is next."""
         user = min(self._waiting, key=self._used_s.__getitem__)
         items = self._waiting.pop(user)
         item = items.popleft()
@@ -61,21 +61,22 @@ class FairShareQueue(Generic[T]):
         return items
 
 
-# A caller may hold at most three times what remains free: a single caller three quarters, each of two three sevenths.
+# A caller may hold at most this many times the number of units that remain free. So a single caller gets three quarters
+# of all units, and each of two callers three sevenths.
 _MAX_TIMES_FREE = 3
 
 
 class FairLimit:
-    """Counts units of a limited resource by caller, and keeps one caller from taking all of them.
+    """Counts the units of a limited resource that each caller holds, and keeps one caller from taking all units.
 
-    Callers of the same tenant share one count. A caller without a tenant has a separate count, as does a peer, given
-    by its key. For None only the total is limited.
+    All callers of a tenant share one count. Each caller without a tenant has a separate count, and so has each peer,
+    which is given by its key as text. For the caller None, only the total of all callers is limited.
 
     Args:
-        limit: units in total.
+        limit: the total number of units.
 
     Attributes:
-        in_use: units that are taken.
+        in_use: the number of units that callers hold.
     """
 
     def __init__(self, limit: int) -> None:
@@ -86,8 +87,8 @@ class FairLimit:
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
         """Take `count` units if the limits allow it; return whether they were taken.
 
-        While the caller holds at most `held` units, only the total is limited, so that its first request can always
-        proceed.
+        `held` is the number of units that the caller already holds for the same request. If the caller holds no others,
+        only the total is limited: a caller's only request may use all free units.
         """
         free = self._limit - self.in_use - count
         if free < 0:
@@ -102,7 +103,7 @@ class FairLimit:
         return True
 
     def release(self, caller: Caller | str | None, count: int = 1) -> None:
-        """Return `count` units."""
+        """Give back `count` units."""
         self.in_use -= count
         if caller is not None:
             key = caller if isinstance(caller, str) else caller.tenant or caller
@@ -111,7 +112,7 @@ class FairLimit:
                 del self._count_by_caller[key]
 
 
-# A guess of when some of the requests in flight will have ended.
+# Seconds after which a rejected caller should retry. By then, some of the requests in flight have probably ended.
 _RETRY_S = 1.0
 
 
@@ -119,8 +120,9 @@ class AdmissionControl:
     """Limits the requests in flight and the bytes that they occupy.
 
     Args:
-        max_requests: requests of all callers; `FairLimit` bounds each caller's part of them, and of the bytes.
-        max_bytes: bytes of all requests and responses.
+        max_requests: maximum number of requests of all callers. `FairLimit` limits each caller's share of the requests,
+            and of the bytes.
+        max_bytes: maximum bytes of all requests and responses.
 
     Attributes:
         max_requests: as above.
@@ -144,7 +146,7 @@ class AdmissionControl:
 
     @contextlib.contextmanager
     def admit(self, caller: Caller | None) -> Generator[Permit, None, None]:
-        """Hold a request permit within the block; with None, no caller's share applies.
+        """Hold a permit for a request within the block. For the caller None, only the total of all callers is limited.
 
         Raises:
             ResourceExhausted: the limit of requests, or the caller's share of it, is reached.
@@ -159,11 +161,11 @@ class AdmissionControl:
             permit.release()
 
     def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
-        """Return a permit for the bytes of a response. It outlasts the request and is held until `Permit.release`.
+        """Return a permit for the bytes of a response, which the caller must release after the response has been sent.
 
         Raises:
-            TooLarge: the response exceeds the limit for all responses.
-            ResourceExhausted: the bytes are in use at the moment.
+            TooLarge: the response alone is larger than `max_bytes`.
+            ResourceExhausted: other requests have reserved too many bytes at the moment.
         """
         permit = Permit(self._byte_limit, self._max_bytes, caller)
         permit.reserve(nbytes)
@@ -171,11 +173,11 @@ class AdmissionControl:
 
 
 class Permit:
-    """A request in flight and the bytes that are reserved for it.
+    """Permission to process a request; keeps account of the bytes that are reserved for the request.
 
     Args:
-        byte_limit: the limit of bytes of all requests.
-        max_bytes: the total of that limit.
+        byte_limit: counts the reserved bytes of all requests.
+        max_bytes: maximum of the reserved bytes of all requests.
         caller: the caller of the request.
     """
 
@@ -185,12 +187,17 @@ class Permit:
         self._caller = caller
         self._nbytes = 0
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The number of bytes that are reserved."""
+        return self._nbytes
+
     def reserve(self, nbytes: int) -> None:
         """Reserve further bytes until `release`.
 
         Raises:
-            TooLarge: the request exceeds the limit for all requests.
-            ResourceExhausted: the bytes are in use at the moment.
+            TooLarge: the request alone needs more than `max_bytes`.
+            ResourceExhausted: other requests have reserved too many bytes at the moment.
         """
         if self._nbytes + nbytes > self._max_bytes:
             raise TooLarge(f"expected a request or response of at most {self._max_bytes} bytes (max_memory_bytes)")
@@ -211,14 +218,14 @@ def _exhausted(what: str, key: str) -> ResourceExhausted:
 Work = Callable[[], None]
 
 SLICE_S = 1e-4
-"""Time that one pass of the event loop spends on the work of all peers. Work that has begun is not interrupted."""
+"""Seconds that `FairRunner` spends on work in one pass of the event loop. Work that has begun is not interrupted."""
 
 PIPELINE_PASSES = 32
-"""Passes of the event loop between the starts of two pipelined requests, which leaves time for other requests."""
+"""Number of passes of the event loop between the starts of two pipelined requests, so that other requests get time."""
 
 
 class PipelinedStarter:
-    """Starts pipelined requests one at a time, in turns between peers, with passes for other work in between.
+    """Starts pipelined HTTP requests one at a time, in turns between peers, `PIPELINE_PASSES` passes apart.
 
     Args:
         call_soon: schedules a function for the next pass of the event loop.
@@ -230,7 +237,7 @@ class PipelinedStarter:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, begin: Work) -> None:
-        """Start a request of a peer now or, if another one was started recently, at the peer's turn."""
+        """Start a request of a peer now or, if another request was started recently, at the peer's turn."""
         self._waiting.put(key, begin)
         if not self._passes_left:
             self._begin_next()
@@ -252,7 +259,7 @@ class PipelinedStarter:
 
 
 class FairRunner:
-    """Runs work immediately while the current pass of the event loop has time left; otherwise queues it by peer.
+    """Runs work immediately while a pass of the event loop has used less than `SLICE_S`; then queues work by peer.
 
     Args:
         call_soon: schedules a function for the next pass of the event loop.
@@ -271,7 +278,7 @@ class FairRunner:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, work: Work) -> None:
-        """Run work of a peer now or, if the pass has no time left, at the peer's turn."""
+        """Run work of a peer now or, if this pass of the event loop has no time left, at the peer's turn."""
         if self._waiting or self._time_left_s <= 0.0:
             self._waiting.put(key, work)
         else:

@@ -1,7 +1,7 @@
-"""The daemon's responses in the terms of the Open Inference Protocol and Triton's extensions to it.
+"""Converts the daemon's responses to responses of the Open Inference Protocol with Triton's extensions.
 
-The functions return plain values with the field names of the JSON form. gRPC uses the same names and builds messages
-from them.
+The functions return plain values with the field names of the JSON form. HTTP sends the values as JSON. gRPC uses the
+same names and builds messages from the values.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from weightd_protocol.errors import InvalidArgument, NotFound, PermissionDenied
 from weightd_protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
+from weightd_protocol.model_names import ONLY_VERSION, join_version, split_version
 from weightd_protocol.schema import label
-
-VERSION = "1"
-"""The version of every model: only one version exists at a time, and an update replaces it."""
 
 _EXTENSIONS = (
     "binary_tensor_data",
@@ -36,7 +34,7 @@ _INDEX_STATES: Mapping[str, str] = {
     "draining": "UNLOADING",
 }
 
-# Parameters of Triton's load and unload requests that change nothing here: each model is unloaded alone.
+# Parameters of Triton's load and unload requests that weightd accepts without effect: it unloads each model alone.
 _IGNORED_LOAD_PARAMETERS = frozenset({"unload_dependents"})
 
 # Triton's names of engines, by weightd's names. Tools only use them to choose icons.
@@ -52,11 +50,13 @@ def server_metadata(answer: ServerMetadataResponse, *, shared_memory: bool) -> V
     return {"name": answer.name, "version": answer.version, "extensions": extensions}
 
 
-def model_metadata(answer: ModelMetadataResponse) -> View:
-    """Return the metadata of a model."""
+def model_metadata(answer: ModelMetadataResponse, names: Iterable[str]) -> View:
+    """Return the metadata of a model; `names` are the daemon's names of all models and versions."""
+    model = model_of(answer.name)
+    versions = [version for each in names for name, version in [split_version(each)] if name == model and version]
     return {
-        "name": answer.name,
-        "versions": [VERSION],
+        "name": model,
+        "versions": versions or [ONLY_VERSION],
         "platform": _PLATFORMS.get(answer.platform, answer.platform),
         "inputs": [_tensor_view(each) for each in answer.inputs],
         "outputs": [_tensor_view(each) for each in answer.outputs],
@@ -66,11 +66,11 @@ def model_metadata(answer: ModelMetadataResponse) -> View:
 def model_config(answer: ModelMetadataResponse) -> View:
     """Return the configuration that Triton would report for a model.
 
-    `max_batch_size` is 0, which means that shapes are complete, the first dimension included. It holds whether or not
-    the daemon batches requests, because clients need not do anything for that.
+    `max_batch_size` is always 0, which means that shapes contain all dimensions, the first one included. The daemon may
+    batch requests nevertheless, but clients need not do anything for this.
     """
     config: View = {
-        "name": answer.name,
+        "name": model_of(answer.name),
         "platform": _PLATFORMS.get(answer.platform, answer.platform),
         "backend": _BACKENDS.get(answer.platform, answer.platform),
         "version_policy": {"latest": {"num_versions": 1}},
@@ -83,15 +83,15 @@ def model_config(answer: ModelMetadataResponse) -> View:
 
 
 def statistics(metrics: MetricsResponse, model: str = "") -> View:
-    """Return the statistics of one model, or of all models with "".
+    """Return the statistics of one model with all its versions, of one version, or of all models with "".
 
-    The durations are measured by the daemon: total, queue and compute time of requests. Failed requests are counted
-    without their time. The time of the last request and the batch sizes are not known.
+    The daemon measures the total, queue and compute time of requests. Failed requests are only counted. The daemon does
+    not report the time of the last request and batch sizes, so these fields are 0 or empty.
 
     Raises:
         NotFound: no such model exists.
     """
-    selected = [each for each in metrics.models if model in ("", each.name)]
+    selected = [each for each in metrics.models if model in ("", each.name, model_of(each.name), _full_name(each.name))]
     if model and not selected:
         raise NotFound(f"no model {model!r}; there are: {', '.join(each.name for each in metrics.models) or 'none'}")
     return {"model_stats": [_statistics_view(each, _count_failures(metrics, each.name)) for each in selected]}
@@ -100,7 +100,12 @@ def statistics(metrics: MetricsResponse, model: str = "") -> View:
 def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> list[View]:
     """Return the repository index, which lists all models or, with `only_ready`, the ready ones."""
     return [
-        {"name": each.name, "version": VERSION, "state": state_of(each), "reason": "" if each.ready else each.state}
+        {
+            "name": model_of(each.name),
+            "version": version_of(each.name),
+            "state": state_of(each),
+            "reason": "" if each.ready else each.state,
+        }
         for each in metrics.models
         if each.ready or not only_ready
     ]
@@ -127,6 +132,20 @@ def state_of(model: ModelMetrics) -> str:
     return "READY" if model.ready else _INDEX_STATES.get(model.state, "LOADING")
 
 
+def model_of(name: str) -> str:
+    """Return the model in the daemon's name of a model or of a version."""
+    return split_version(name)[0]
+
+
+def version_of(name: str) -> str:
+    """Return the version in the daemon's name of a model or of a version; a model without versions has one."""
+    return split_version(name)[1] or ONLY_VERSION
+
+
+def _full_name(name: str) -> str:
+    return join_version(model_of(name), version_of(name))
+
+
 def _tensor_view(signature: TensorSignature) -> View:
     return {"name": signature.name, "datatype": signature.datatype, "shape": _shape(signature)}
 
@@ -144,10 +163,11 @@ def _statistics_view(model: ModelMetrics, failures: int) -> View:
     requests = _duration_view(model.request_seconds)
     nothing = {"count": requests["count"], "ns": 0}
     return {
-        "name": model.name,
-        "version": VERSION,
+        "name": model_of(model.name),
+        "version": version_of(model.name),
         "last_inference": 0,
-        # Triton counts rows, which the daemon knows only for some models.
+        # In Triton this is the number of rows. For models whose rows the daemon does not know, it is the number of
+        # requests.
         "inference_count": round(model.batch_rows.sum) or requests["count"],
         "execution_count": model.executions,
         "inference_stats": {

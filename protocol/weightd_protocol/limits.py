@@ -1,166 +1,186 @@
-"""All limits of the protocol, with their reasons."""
+"""All limits of the protocol between clients, the daemon and its child processes, with their reasons."""
 
 from __future__ import annotations
 
 PROTOCOL_VERSION = 2
 
-# A header names tensors and carries error texts. The largest legal header, for a model with 64 inputs and 64 outputs
-# with names and shapes of the maximum length, fits. A hostile header of this size is cheap to reject.
+# Maximum size of a header frame in bytes. The largest legal header fits: it describes 64 inputs and 64 outputs with
+# names and shapes of maximum length. A malicious header of this size is cheap to reject.
 MAX_HEADER_BYTES = 64 * 1024
 
-# A status response lists every process of every model, with about 400 bytes each: 63 processes on each of 8 devices fit
-# several times over. Only a client that requested status, metrics, logs or names of models accepts such a header.
+# Maximum size of a header in a response with status, metrics, logs or the names of models. Only a client that has
+# requested such a response accepts it. A status response lists every process of every model, with about 400 bytes each:
+# 63 processes on each of 8 devices fit several times over.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
-# Headers between the daemon and its child processes are larger, because all inputs of the self-test name every tensor,
-# also the excluded inputs.
+# Maximum size of a header between the daemon and a child process. It is larger than for clients, because the inputs of
+# the self-test, and the inputs excluded from it, name every tensor of the model.
 MAX_CHILD_HEADER_BYTES = 1024 * 1024
 
-# ZMQ_MAXMSGSIZE on both sides: libzmq disconnects a peer that announces a larger frame, before it allocates memory.
+# Maximum size of a frame in bytes, also set as ZMQ_MAXMSGSIZE on both sides: libzmq disconnects a peer that announces a
+# larger frame, before it allocates memory.
 MAX_FRAME_BYTES = 1024 * 1024 * 1024
 
-# Frames before the tensor frames: the envelope and the description of the tensors.
+# Maximum number of frames before the tensor frames: the envelope and the description of the tensors.
 MAX_HEADER_FRAMES = 2
 
-# Extensions that a server supports beyond the first version of the protocol.
+# Maximum number of extensions of the protocol that a server reports.
 MAX_EXTENSIONS = 64
 
-# Inputs or outputs of one request. The largest exported graphs have a few dozen.
+# Maximum number of inputs, and of outputs, of one request. The largest exported graphs have a few dozen.
 MAX_TENSORS = 64
 
-# Shared-memory regions of one connection. Each costs the daemon a descriptor. An arena that doubles its size needs few.
+# Maximum number of shared-memory regions of one connection. Each region costs the daemon a file descriptor. A client
+# whose regions double in size needs few.
 MAX_REGIONS = 16
 
-# 128 random bits in hex: no client can guess the region of another.
+# Maximum length of a region's id. An id consists of 128 random bits in hex, so no client can guess the id of another
+# client's region.
 MAX_REGION_ID_BYTES = 32
 
-# numpy before 2.0 supports at most 32 dimensions. No known engine supports more than 8.
+# Maximum number of dimensions of a tensor. numpy before 2.0 supports 32; no known engine supports more than 8.
 MAX_RANK = 16
 
-# The largest dimension is a thousand times the capacity of a frame. It is exact as a double, the only kind of number in
-# JSON and Lua.
+# Maximum size of a dimension: a thousand times the bytes of the largest frame. A double, the only kind of number in
+# JSON and Lua, represents it exactly.
 MAX_DIM = 2**40
 
-# Request ids: two UUIDs fit, or the numbering of a client.
+# Maximum length of a request id in bytes. Two UUIDs fit, and so does a client's own numbering.
 MAX_ID_BYTES = 128
 
-# Names are written by people or exported from module paths. The longest file name has about the same length.
+# Maximum length of a name in bytes. People write names, or export them from module paths. The longest file name has
+# about the same length.
 MAX_NAME_BYTES = 256
 
-# Model names are parts of file names and process names.
+# Maximum length of a model's name in bytes. It is short because file names and process names contain it.
 MAX_MODEL_NAME_BYTES = 64
 
-# Error texts are at most about a screenful: people read them, and find details in the log.
+# Maximum length of an error text in bytes: about one screen. People read error texts, and find details in the log.
 MAX_TEXT_BYTES = 4096
 
-# PATH_MAX of Linux, for the path of a model file or page store.
+# Maximum length of the path of a model file or page store: PATH_MAX of Linux.
 MAX_PATH_BYTES = 4096
 
-# The longest timeout of a request is one hour. Requests that may wait longer are batch processing.
+# Maximum timeout of a request in microseconds: one hour. Requests that may take longer are batch processing.
 MAX_TIMEOUT_US = 3_600_000_000
 
-# Models of one daemon. Names of full length fit many times into a status response.
+# Maximum number of models of one daemon. A status response has room for many times as many names of full length.
 MAX_MODELS = 1024
+
+# Versions of one model.
+MAX_MODEL_VERSIONS = 64
 
 # Devices of one daemon: twice the number of cards in a host. Also the maximum number of ranks of a model.
 MAX_DEVICES = 64
 
-# Models that share one process. Their signatures together fit into a child's header.
+# Maximum number of models in a model group, which share one process. Their signatures must fit into one header between
+# the daemon and the process.
 MAX_GROUP_MODELS = 16
 
-# Tenants of one daemon: a few hundred departments, not all users of a site.
+# Maximum number of tenants of one daemon: enough for a few hundred departments, not for all users of a site.
 MAX_TENANTS = 256
 
-# Keys of all tenants together: a proxy receives them in one message.
+# Maximum number of keys of all tenants together, because a ZeroMQ proxy receives all keys in one message.
 MAX_KEYS = 1024
 
-# Accounts in a status response, less than a kilobyte each. Those beyond the limit are merged into one.
+# Maximum number of usage accounts in a status response, each of less than a kilobyte. Accounts beyond the limit are
+# merged into one account.
 MAX_ACCOUNTS = 1024
 
-# Limits of a tenant and error codes, with room for twice as many.
+# Maximum number of reasons for which an account counts failed requests: error codes, and the limits of a tenant. There
+# are half as many today.
 MAX_REFUSAL_REASONS = 64
 
-# Listeners for ZeroMQ clients. Each has its own process.
+# Maximum number of listeners for ZeroMQ clients. Each listener has its own process.
 MAX_LISTENERS = 64
 
-# Generations of one model in a status response: the current one and the draining ones.
+# Maximum number of generations of one model in a status response: the serving generations, and earlier ones that drain.
 MAX_GENERATIONS = 64
 
-# Processes of one generation: a holder, its workers (the configuration allows 1,024) and processes that are exiting.
+# Maximum number of processes of one generation: a holder, its workers (the configuration allows 1,024) and processes
+# that are exiting.
 MAX_PROCESSES = 2048
 
-# Buckets of a histogram without the overflow bucket. Half a millisecond to half a minute takes 15.
+# Maximum number of buckets of a histogram, without the overflow bucket. The range from 0.5 ms to 30 s takes 15.
 MAX_BUCKETS = 32
 
-# Combinations of process role and process state.
+# Maximum number of combinations of a process role and a process state in metrics.
 MAX_PROCESS_COUNTS = 64
 
-# The driver stores at most 65,535 pids for a handle, and a card supports at most 64 processes, so 1,024 is generous.
+# Maximum number of pids that may attach to one handle. The Ascend driver stores at most 65,535 pids for a handle, and a
+# card supports at most 64 processes.
 MAX_PIDS = 1024
 
-# Batch items in one predict. Each has at least one row, and the configuration allows this many rows.
+# Maximum number of batch items in one predict. Each item has at least one row, and the configuration allows this many
+# rows.
 MAX_BATCH_ITEMS = 4096
 
-# Rows in one predict with batched or split requests. A request that is split may have this many rows.
+# Maximum number of rows in one predict, if requests are batched or split. A request to be split may have as many rows.
 MAX_ROWS = 2**17
 
-# Numbers of rows for which a model's graph was compiled. The converter supports at most 100.
+# Maximum number of batch sizes (numbers of rows) for which a model's graph was compiled. The Ascend converter supports
+# at most 100.
 MAX_ROW_SIZES = 100
 
-# Predicts that one process runs at once.
+# Maximum number of predicts that one process runs at the same time.
 MAX_CONCURRENCY = 64
 
-# A pid of the driver is a decimal number, with room for a namespace prefix.
+# Maximum length of an engine's pid as text: a decimal number, with room for a namespace prefix.
 MAX_PID_BYTES = 32
 
-# Priority of a request. The daemon's configuration may allow fewer levels.
+# Maximum value of a request's priority. The daemon's configuration may allow fewer levels.
 MAX_PRIORITY = 16
 
-# The kernel's limit for pids (PID_MAX_LIMIT of include/linux/threads.h). Its system calls take a C int.
+# Maximum pid of the kernel (PID_MAX_LIMIT in include/linux/threads.h). The check keeps larger numbers from system
+# calls, which take a C int.
 MAX_PID = 2**22
 
 # A sha256 in hex.
 MAX_DIGEST_BYTES = 64
 
-# Libraries whose versions a child process reports.
+# Maximum number of libraries whose versions a child process reports.
 MAX_VERSIONS = 32
 
-# Command line of a forked process. There are fewer options than this number of arguments.
+# Maximum number of command-line arguments of a forked process, and of bytes in one argument. `weightd_worker` has fewer
+# options than this.
 MAX_ARGUMENTS = 64
 MAX_ARGUMENT_BYTES = 8192
 
-# Inputs of the self-test. They are few because every attach runs them.
+# Maximum number of inputs of the self-test. They are few, because every worker runs them when it attaches.
 MAX_SELFTEST_CASES = 4
 
-# Inputs on which a model failed before the search for a self-test ends. Each may have cost a build.
+# Maximum number of self-test inputs on which a model may fail before the search for a self-test ends. Each failure may
+# have cost a build of the model.
 MAX_SELFTEST_UNFIT_CASES = 16
 
-# Counters and sizes in bytes: an int64 in every language.
+# Maximum value of counters and of sizes in bytes: the largest int64, which every language supports.
 MAX_COUNT = 2**63 - 1
 
-# Sizes for which a model was converted. The converter supports at most 100; the card checks other limits.
+# Maximum number of gears (sizes for which a model was converted for Ascend), of free dimensions of a gear, and of the
+# size of such a dimension. The converter supports at most 100 gears. The card itself checks all other limits.
 MAX_GEARS = 100
 MAX_GEAR_DIMS = 4
 MAX_GEAR_SIZE = 65535
 
-# A list or map counts as this many items of a header, because creating it costs as much as that many other values. The
-# limit for the items of a header follows from the fields of its message.
+# A list or map counts as this many msgpack items, because creating it costs as much as creating this many other values.
+# The fields of a message determine how many items its header may have.
 CONTAINER_ITEMS = 8
 
-# Lengths that the unpacker allocates for a list or map before the items are checked. They exceed the limit of every
-# field, so that a slightly longer list is rejected with the name of its field.
+# Maximum number of items of a list, and of entries of a map, that the unpacker accepts. These limits exceed the limits
+# of all fields. So a slightly too long list is unpacked, and then rejected with the name of its field.
 MAX_LIST_ITEMS = MAX_BATCH_ITEMS + 64
 MAX_MAP_ITEMS = 2 * MAX_TENSORS
 
-# Events in one response: as many short ones as fit into a header.
+# Maximum number of events in one response: as many short events as fit into a header.
 MAX_EVENTS = 512
 
-# The last part of a process's log: a few stack dumps.
+# Maximum number of bytes of one log tail, which is the end of a process's log: enough for a few stack dumps.
 MAX_LOG_BYTES = 64 * 1024
 MAX_LOG_LINES = 10_000
 
-# Log tails in one response. Together they fit into MAX_STATUS_BYTES.
+# Maximum number of log tails in one response. Together they fit into MAX_STATUS_BYTES.
 MAX_LOGS = 64
 
-# The path of an ipc:// address is sun_path of a sockaddr_un: 108 bytes with the terminating NUL.
+# Maximum length of the path of a Unix or ipc:// socket: `sun_path` of the kernel's `sockaddr_un` has 108 bytes,
+# including a terminating NUL.
 MAX_IPC_PATH_BYTES = 107

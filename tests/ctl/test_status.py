@@ -7,7 +7,8 @@ from typing import Any, List, Optional
 import pytest
 
 from weightctl import exit_codes
-from weightctl.status import as_json, exit_status, filter_model, render
+from weightctl.command import filter_model
+from weightctl.status import as_json, exit_status, render
 from weightctl.text import WIDTH, binary, count, duration, megabytes, milliseconds, size
 from weightd import NotFound
 from weightd_common.dashboard.memory import pss_total

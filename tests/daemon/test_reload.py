@@ -13,12 +13,13 @@ import pytest
 from weightd_common.service_manager import ServiceManager
 from weightd_common.terminal import Terminal
 from weightd_daemon.config_file import ConfigFile, read_file
+from weightd_daemon.config_in_force import ConfigInForce, TenantServices, update_devices
 from weightd_daemon.counters import CounterRegistry, DaemonCounters
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
-from weightd_daemon.reload import ConfigInForce, Reloader, TenantServices, update_devices
+from weightd_daemon.reload import Reloader
 from weightd_daemon.scheduling.fair_share import FairClocks
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 from weightd_daemon.tenants.reporting import UsageReporter
@@ -51,7 +52,7 @@ class ReloadHarness:
         self.counters, self.daemon_counters = CounterRegistry(), DaemonCounters(lambda: 0)
         self.in_force = ConfigInForce(
             config, self.devices, self.registry, mock.MagicMock(), services, mock.MagicMock(),
-            counters=self.counters, on_applied=mock.Mock(),
+            lookup=mock.Mock(), counters=self.counters, on_applied=mock.Mock(),
         )  # fmt: skip
         self.reader, self.shutdown, self.service = mock.Mock(), Shutdown(), mock.Mock()
         self.loop = EventLoop()
@@ -75,8 +76,8 @@ class ReloadHarness:
 
     def answer(self) -> None:
         """Play the process that reads the file."""
-        path, addresses, on_result = self.reader.start.call_args.args
-        on_result(read_file(path, addresses))
+        path, addresses, on_result, text = self.reader.start.call_args.args
+        on_result(read_file(path, addresses, text))
 
 
 def test_rejected_reload_changes_no_device(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.groups import GroupConfig
 from weightd_daemon.config.listeners import ListenerConfig
 from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.repository import RepositoryConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_gateway.auth import Caller
 from weightd_gateway.config.load import load as load_gateway
@@ -153,7 +154,7 @@ def test_page_and_reference_have_all_keys(table: str) -> None:
 
 
 def test_reference_has_all_tables_and_right_meanings() -> None:
-    outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
+    outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig, RepositoryConfig}
     inner = {field.metadata["field_type"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = configuration.iterate_keys(DaemonConfig)
@@ -187,6 +188,7 @@ def test_every_key_of_initial_file_can_be_uncommented() -> None:
     there = [file["models"]["resnet50"], file["daemon"], file["listeners"]["NAME"], file["devices"]["ascend:0"]]
     # The presence of these tables changes the configuration.
     extra = [there[0].pop("ranks"), *(file.pop(table)["NAME"] for table in ("groups", "tenants"))]
+    extra.append(file.pop("repository"))
     extra.append(there[0].pop("mindspore_lite"))
     inner = [*(there[0][name] for name in ("batching", "split")), *extra]
     names = {"ranks", "mindspore_lite", *(name for table in [*there, *inner] for name in table)}

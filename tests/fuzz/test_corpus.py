@@ -91,7 +91,7 @@ def skipping(self: FrameReader, data: bytes, position: int, messages: list[Messa
     return HONEST_FILL(self, b"?" + data[1:], position, messages)
 
 
-def incomplete(name: str, config: ModelConfig, *_: object) -> ModelConfig:
+def incomplete(config: ModelConfig, *_: object) -> ModelConfig:
     return config
 
 

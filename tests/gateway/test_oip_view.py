@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from weightd_gateway.oip_view import model_config, model_metadata, repository_index, server_metadata, statistics
@@ -83,8 +85,14 @@ def test_server_metadata() -> None:
     assert "system_shared_memory" in server_metadata(answer, shared_memory=True)["extensions"]
 
 
+def test_model_metadata_has_all_versions() -> None:
+    one = dataclasses.replace(METADATA, name="digits@2")
+    view = model_metadata(one, ["digits@1", "digits@2", "digits", "other@7"])
+    assert (view["name"], view["versions"]) == ("digits", ["1", "2"])
+
+
 def test_model_metadata() -> None:
-    assert model_metadata(METADATA) == {
+    assert model_metadata(METADATA, ["digits"]) == {
         "name": "digits",
         "versions": ["1"],
         "platform": "onnxruntime_onnx",

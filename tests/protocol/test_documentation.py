@@ -162,7 +162,7 @@ def notation(kind: str, names: Mapping[str, str]) -> str:
         (r"map of at most (\d+) names to (?P<item>.*)", "map[{0}] of {item}"),
         (r"text, (\d+) to (\d+) bytes", "text({0}..{1})"),
         (r"integer, (-?\d+) to (\d+)", "int({0}..{1})"),
-        (r"number of at least (0) and at most (1)", "number({0}..{1})"),
+        (r"number of at least (0) and at most (\d+)", "number({0}..{1})"),
         (r"number of at least 0", "number"),
         (r"boolean", "bool"),
         (r"((?:one of )?\w+(?:, \w+)*)", "{0}"),
@@ -263,7 +263,8 @@ def test_documents_error_codes_of_each_request() -> None:
         named = codes.split(", ")
         assert named in (["none"], [code for code in ERRORS if code in named])
     again = {tag for row in rows(SECTION["When the connection is lost"]) for tag in re.findall(r"`(\w+)`", row[0])}
-    repeatable = {"infer", "cancel", "status", "metrics", "events", "logs", "load", "unload", "update", "reload"}
+    repeatable = {"infer", "cancel", "status", "metrics", "events", "logs", "load", "unload"}
+    repeatable |= {"update", "rollout", "reload"}
     assert repeatable == again <= {*FROM_CLIENT}
 
 

@@ -26,6 +26,7 @@ from weightd_daemon.config.groups import GroupConfig
 from weightd_daemon.config.listeners import ListenerConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
+from weightd_daemon.config.repository import RepositoryConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_gateway.config.schema import GatewayConfig
@@ -42,6 +43,7 @@ TABLES: Mapping[str, type[Any]] = {
     "models.NAME.ranks": RanksConfig,
     "groups.NAME": GroupConfig,
     "devices.NAME": DeviceConfig,
+    "repository": RepositoryConfig,
 }
 
 _TABLE_DESCRIPTIONS: Mapping[str, str] = {
@@ -56,7 +58,8 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
         "table `default`, the daemon rejects them. Optional: without these tables, all clients belong to one tenant."
     ),
     "models.NAME": (
-        "A model; at least one is required. Clients use the model as NAME: 1 to 64 ASCII letters, digits, `_`, `.` "
+        "A model; at least one is required, here or in the repository. Clients use the model as NAME: 1 to 64 ASCII "
+        "letters, digits, `_`, `.` "
         "and `-`; the first character is a letter, a digit or `_`."
     ),
     "models.NAME.batching": (
@@ -77,6 +80,10 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
     "devices.NAME": (
         'The resources that weightd may use of a card (optional), with a NAME such as `"ascend:0"`, or a set of cores '
         '(required for each set in the `devices` of a model), with a NAME such as `"cpu:0"`.'
+    ),
+    "repository": (
+        "A directory of models in the layout of Triton, which the daemon searches for new models and versions. "
+        "Optional. A changed directory does not need a reload."
     ),
 }
 
@@ -156,6 +163,7 @@ EXAMPLES: Mapping[str, str] = {
     "part_rows": "8",
     "pass_environment": '["HCCL_*"]',
     "path": '"/srv/models/resnet50.onnx"',
+    "RepositoryConfig.path": '"/srv/models"',
     "precision_mode": '"enforce_fp32"',
     "priority_max": "1",
     "process_mib": "512",
@@ -176,7 +184,9 @@ EXAMPLES: Mapping[str, str] = {
     "tls_cert": '"/etc/weightd/gateway.crt"',
     "tls_key": '"/etc/weightd/gateway.key"',
     "tokens": '"/etc/weightd/tokens"',
+    "traffic": "{ 1 = 90, 2 = 10 }",
     "uids": '["alice", 1001]',
+    "versions": '{ 1 = "/srv/models/one.onnx", 2 = "/srv/models/two.onnx" }',
 }
 
 _WEIGHTD_EXAMPLE = """\
@@ -342,8 +352,9 @@ def short_kind(kind: str) -> str:
 
 def example_of(key: Key) -> str:
     """Return an example of the key's line in the file."""
-    is_telling = key.default not in ("", '""', "[]", "0", "0.0", "false")
-    value = EXAMPLES.get(key.name, "true" if key.kind == "boolean" else key.default)
+    is_telling = key.default not in ("", '""', "[]", "{}", "0", "0.0", "false")
+    own = EXAMPLES.get(f"{key.table}.{key.name}")
+    value = own or EXAMPLES.get(key.name, "true" if key.kind == "boolean" else key.default)
     return f"{key.name} = {key.default if is_telling else value}"
 
 
@@ -351,6 +362,7 @@ class Key(NamedTuple):
     """One key of a table.
 
     Attributes:
+        table: the name of the class of its table.
         name: the name in the file.
         kind: the type and the bounds in words.
         default: the default in TOML; "" if TOML has no such value.
@@ -358,6 +370,7 @@ class Key(NamedTuple):
         meaning: the description.
     """
 
+    table: str
     name: str
     kind: str
     default: str
@@ -371,10 +384,13 @@ def iterate_keys(cls: type[Any]) -> Iterator[Key]:
     for field in toml_schema.table_keys(cls):
         if field.metadata["field_type"].record:
             continue
-        required = field.default is dataclasses.MISSING
+        # A model has either a path or versions, and most have a path.
+        required = field.default is dataclasses.MISSING or (cls, field.name) == (ModelConfig, "path")
         default = "" if required or field.default is None else _toml(field.default)
         kind = _interval(field.metadata["field_type"].description)
-        yield Key(field.name, kind, default, required, meanings[field.name])
+        if kind.startswith("table of") and not field.default:
+            default = "{}"
+        yield Key(cls.__name__, field.name, kind, default, required, meanings[field.name])
 
 
 def _interval(kind: str) -> str:

@@ -1,6 +1,6 @@
-"""The request router: decodes the messages of clients and calls their handlers.
+"""The request router: decodes each message of a client, and calls the handler for the message's type.
 
-An inference request takes these steps:
+An inference request passes through these steps:
 
     receive    `RequestRouter` decodes the message and calls the handler of its type
     authorize  `InferenceApi.on_infer` finds the tenant of the request and checks that the tenant may use the model
@@ -24,12 +24,12 @@ from typing import Any
 
 from weightd_daemon.api.admin import AdminApi, DaemonControl
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
+from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
 from weightd_daemon.api.status import StatusApi
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import INFER, TenantConfig
-from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.connection_limiter import ConnectionAdmission, UserConnectionLimits
@@ -50,6 +50,7 @@ from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelReady,
     Reload,
+    Rollout,
     ServerMetadata,
     ServerReady,
     Unload,
@@ -62,27 +63,28 @@ from weightd_protocol.messages.regions import Register, Registered, Unregister
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY
 
-# The frames of a message that contain tensors.
+# The index range of the tensor frames in the frames of a message.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 _UNIX_SOCKET_ONLY = "memory can be shared only on the unix socket"
 
-# Arguments: the connection, the message, all frames of the message, and the time.
+# Type of a function that handles a decoded message. Its arguments are the connection, the message, all frames of the
+# message, and the time in monotonic seconds.
 MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
 
 
 class RequestRouter:
-    """Decodes the messages of clients, and calls the handlers of the three parts of the API.
+    """Decodes messages of clients, and calls the handlers in `InferenceApi`, `StatusApi` and `AdminApi`.
 
     Args:
         loop: the event loop.
-        model_registry: the models.
+        lookup: finds the models that clients name.
         memory_budget: the budget for memory that is held for clients.
-        daemon: the operations of the daemon as a whole.
-        max_shm_bytes: the maximum size of one user's regions, in bytes.
-        user_limits: the limits for one user's connections to the Unix socket.
+        daemon: the operations on the whole daemon.
+        max_shm_bytes: the maximum number of bytes of all shared memory regions of one user.
+        user_limits: the limits on each user's connections to the Unix socket.
         authorizer: determines the tenants of clients and checks their rights.
-        log: the rate-limited log of client events.
+        log: the rate-limited log for events that clients cause.
 
     Attributes:
         regions: the shared memory regions of clients.
@@ -93,7 +95,7 @@ class RequestRouter:
     def __init__(  # noqa: PLR0913
         self,
         loop: EventLoop,
-        model_registry: ModelRegistry,
+        lookup: ModelLookup,
         memory_budget: MemoryBudget,
         daemon: DaemonControl,
         *,
@@ -103,7 +105,8 @@ class RequestRouter:
         log: ClientLog | None = None,
     ) -> None:
         self._loop = loop
-        self._model_registry = model_registry
+        self._lookup = lookup
+        self._model_registry = lookup.registry
         self._unmap = daemon.unmap
         self._authorizer = authorizer
         self._usage_table: UsageTable = authorizer.accounts
@@ -122,10 +125,10 @@ class RequestRouter:
         self._connections = ClientConnections(loop, memory_budget, ConnectionAdmission(user_limits), callbacks, log)
         self.responses = ClientResponses(self._connections, memory_budget, self._shed_requests)
         self._inference = InferenceApi(
-            model_registry, authorizer, self._usage_table, self.regions, self.responses, memory_budget
+            lookup, authorizer, self._usage_table, self.regions, self.responses, memory_budget
         )
-        self.admin = AdminApi(model_registry, authorizer, daemon, self.responses)
-        status = StatusApi(model_registry, authorizer, daemon.status, self.responses)
+        self.admin = AdminApi(lookup, authorizer, daemon, self.responses)
+        status = StatusApi(lookup, authorizer, daemon.status, self.responses)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._inference.max_description_items)
         self._handlers: dict[type[Any], MessageHandler] = {
             Infer: self._inference.on_infer,
@@ -143,6 +146,7 @@ class RequestRouter:
             Load: self.admin.on_load,
             Unload: self.admin.on_unload,
             Update: self.admin.on_update,
+            Rollout: self.admin.on_rollout,
             Reload: self.admin.on_reload,
         }
 
@@ -158,11 +162,11 @@ class RequestRouter:
         self._connections.listen(listener)
 
     def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
-        """Serve a client whose connection was accepted elsewhere. This object owns the socket from now on."""
+        """Serve a client that is connected to a ZeroMQ proxy, over the proxy's stream; take ownership of the socket."""
         self._connections.adopt(connection, identity)
 
     def on_tenants_changed(self) -> None:
-        """Apply a new configuration of tenants: end each queued request that its client may not send any more."""
+        """Assign all clients to their new tenants, and end queued requests that a client may not send any more."""
         previous_tenants = {each.key: each.tenant for each in self._connections}
         self._connections.reassign_tenants()
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
@@ -177,7 +181,7 @@ class RequestRouter:
         self._connections.close()
 
     def cork(self) -> None:
-        """Hold small messages to clients back until the end of this turn, because several will follow."""
+        """Delay small messages to clients until the end of this turn of the loop, so that several are sent together."""
         self._connections.cork()
 
     # --- messages -----------------------------------------------------------------------------------------------
@@ -218,7 +222,7 @@ class RequestRouter:
             self.responses.reply_error(connection.key, message.id, error)
 
     def _reject_message(self, connection: ClientConnection, frames: Sequence[Any], error: RequestError) -> None:
-        """Reject a message without decoding it."""
+        """Reply to a message with an error, without decoding the message."""
         head = heading(frames)
         if head.type not in MESSAGES_WITHOUT_REPLY:
             self.responses.reply_error(connection.key, head.id, error)
@@ -226,12 +230,12 @@ class RequestRouter:
     def _count_refused(self, connection: ClientConnection, tenant: Tenant, message: Any, error: RequestError) -> None:
         name = OTHER_MODELS
         if isinstance(message, Infer):
-            name = message.description.model_name
+            name = self._lookup.resolve(message.description.model_name, message.id)
             # If the client may not act for the tenant in the message, the refusal counts for the client's own tenant.
             with contextlib.suppress(RequestError):
                 tenant = self._authorizer.resolve_tenant(connection, message.parameters.tenant)
         # A tenant can see its usage, so the usage must not reveal whether a hidden model exists.
-        if not self._model_registry.is_visible(name, tenant):
+        if not self._lookup.is_visible(name, tenant):
             name = OTHER_MODELS
         self._usage_table.usage_of(tenant.name, name).count_refused(error, requests=isinstance(message, Infer))
 
@@ -260,7 +264,7 @@ class RequestRouter:
         )
 
     def user_of(self, client: bytes) -> str:
-        """Return the user or tenant on whose account a client's memory counts; "" for an unknown client."""
+        """Return the user or tenant to which a client's memory counts; "" for an unknown client."""
         connection = self._connections.get(client)
         return "" if connection is None else connection.user
 
@@ -273,12 +277,12 @@ class RequestRouter:
 
 
 class InferenceApi:
-    """Handles inference requests, cancellations and shared memory regions.
+    """Handlers of inference requests, cancellations and registrations of shared memory regions.
 
     Each handler raises a `RequestError` if it refuses the message.
 
     Args:
-        registry: the models.
+        lookup: finds the models that clients name.
         authorizer: determines the tenant of a request.
         usage_table: the usage counters.
         regions: the shared memory regions of clients.
@@ -288,20 +292,22 @@ class InferenceApi:
 
     def __init__(
         self,
-        registry: ModelRegistry,
+        lookup: ModelLookup,
         authorizer: Authorizer,
         usage_table: UsageTable,
         regions: RegionRegistry,
         responses: ClientResponses,
         memory_budget: MemoryBudget,
     ) -> None:
-        self._registry = registry
+        self._registry = lookup.registry
+        self._lookup = lookup
         self._authorizer = authorizer
         self._usage_table = usage_table
         self._regions = regions
         self._responses = responses
         self._memory_budget = memory_budget
-        # Numbers are never used twice: a worker may still answer a request of a previous daemon.
+        # Request numbers start at the time in microseconds, so that no number of a previous daemon is used again: a
+        # worker may still answer a request of the previous daemon.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
 
     def on_infer(self, connection: ClientConnection, message: Infer, frames: Sequence[Any], now: float) -> None:
@@ -312,12 +318,8 @@ class InferenceApi:
             tenant, origin = own_tenant, connection.origin
         else:
             tenant, origin = self._authorizer.authorize_infer(connection, parameters.tenant, now)
-        registry = self._registry
-        name = description.model_name
-        model = registry.models.get(name)
-        if model is None or not (tenant.known_models.get(name) or tenant.can_see(name)):
-            raise registry.not_found(name, tenant)
-        if registry.is_closed:
+        model, description = self._lookup.find_for_request(description, message.id, tenant)
+        if self._registry.is_closed:
             raise Unavailable("weightd is stopping")
         config, timeout = model.config, parameters.timeout_us
         priority_level = 0
@@ -326,7 +328,7 @@ class InferenceApi:
         locations = NO_LOCATIONS if parameters.regions is None else self._locate(connection, message)
         tensors = frames[_TENSOR_FRAMES]
         nbytes = sum(map(len, tensors))
-        usage = self._usage_table.usage_of(tenant.name, name)
+        usage = self._usage_table.usage_of(tenant.name, model.name)
         request = Request(
             next(self._request_numbers),
             client,
@@ -361,7 +363,7 @@ class InferenceApi:
         connection.pending_requests += 1
 
     def on_cancel(self, connection: ClientConnection, message: Cancel, frames: Sequence[Any], now: float) -> None:
-        """Cancel a request of the client at whichever model it is."""
+        """Cancel a request of the client. The message does not name the model, so all models look for the request."""
         for each in self._registry.all_models():
             each.dispatcher.cancel(connection.key, message.id, now)
 
@@ -389,23 +391,23 @@ class InferenceApi:
             model.dispatcher.on_disconnect(client, now)
 
     def max_description_items(self, tenant: Tenant, leading_fields: Mapping[str, Any]) -> int | None:
-        """Return the maximum number of items in a long description by the model's signature; None if it is unknown.
+        """Return how many items a long description may have by the model's signature; None if this is unknown.
 
         Raises:
-            RequestError: the description does not begin with the name of a model that exists for the tenant.
+            RequestError: the description does not begin with the name of a model that the tenant can see.
         """
         name = leading_fields.get("model_name")
         if type(name) is not str:
             expected = f"expected model_name before lists and maps if longer than {preview.SHORT_BYTES} bytes"
             raise InvalidArgument(f"infer: description: {expected}")
-        if tenant.config.acts_for and not self._registry.is_visible(name, tenant):
+        if tenant.config.acts_for and not self._lookup.is_visible(name, tenant):
             # The model may exist for the tenant in the message.
             return None
-        signature = self._registry.find(name, tenant).dispatcher.signature.built
+        signature = self._lookup.find(name, tenant).dispatcher.signature.built
         return None if signature is None else max_request_items(len(signature.inputs), len(signature.outputs))
 
     def _locate(self, connection: ClientConnection, message: Infer) -> TensorLocations:
-        """Return the locations of the request's tensors in shared memory."""
+        """Return the locations of the tensors of a request that are in shared memory."""
         regions = message.parameters.regions
         if regions is None:
             return NO_LOCATIONS
@@ -415,7 +417,7 @@ class InferenceApi:
 
 
 def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConfig) -> int:
-    """Return the priority level of a request; 0 is the highest."""
+    """Return the priority level of a request, from its priority, its model and its tenant; 0 is the highest level."""
     if not priority:
         return max(model.default_level, tenant.priority_max) - 1
     if priority > model.priority_levels:
@@ -428,7 +430,7 @@ def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConf
 
 
 def _too_long_error(received: Message, max_bytes: int) -> RequestError:
-    """Return the error for a message that was too long to be received completely."""
+    """Return the error for a message that was not received completely, because it is too long."""
     for name, length in zip(("envelope", "description"), received.lengths, strict=False):
         if length > limits.MAX_HEADER_BYTES:
             return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")

@@ -1,4 +1,4 @@
-"""Queries about the daemon and its models: metadata, readiness, status, metrics and events."""
+"""Handlers of queries about the daemon and its models: metadata, readiness, status, metrics and events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.responses import ClientResponses
-from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.scheduling.signature import MetadataRequest
 from weightd_daemon.tenants.tenant import Viewer
 from weightd_daemon.transport.connection import ClientConnection
@@ -27,9 +27,11 @@ from weightd_protocol.version import EXTENSIONS, VERSION
 
 
 class StatusReporter(Protocol):
-    """Reports the state of the daemon to clients. Each method sends its reply later, when the state has been collected.
+    """Interface for reporting the daemon's state to clients. Each method only starts to collect the state.
 
-    A method raises a `RequestError` if it refuses the query.
+    The reply is sent later, when the state is complete.
+
+    Each method raises a `RequestError` if it refuses the query.
     """
 
     def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
@@ -46,19 +48,24 @@ class StatusReporter(Protocol):
 
 
 class StatusApi:
-    """Handles queries. Each handler raises a `RequestError` if it refuses the message.
+    """Handlers of queries. Each handler raises a `RequestError` if it refuses the message.
 
     Args:
-        registry: the models.
+        lookup: finds the models that clients name.
         authorizer: determines what a client may see.
-        reporter: collects state and sends it later.
+        reporter: collects the requested state and sends it later.
         responses: sends replies.
     """
 
     def __init__(
-        self, registry: ModelRegistry, authorizer: Authorizer, reporter: StatusReporter, responses: ClientResponses
+        self,
+        lookup: ModelLookup,
+        authorizer: Authorizer,
+        reporter: StatusReporter,
+        responses: ClientResponses,
     ) -> None:
-        self._registry = registry
+        self._lookup = lookup
+        self._registry = lookup.registry
         self._authorizer = authorizer
         self._reporter = reporter
         self._responses = responses
@@ -68,7 +75,7 @@ class StatusApi:
     ) -> None:
         """Send a model's signature, as soon as it is known."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
-        model = self._registry.find(message.model_name, viewer.tenant)
+        model = self._lookup.find(message.model_name, viewer.tenant)
         if model.loading.is_unloaded and model.dispatcher.signature.built is None:
             model.loading.load_on_demand(viewer.tenant.name)
         model.dispatcher.metadata.request(MetadataRequest(connection.key, message.id, connection.user))
@@ -78,7 +85,7 @@ class StatusApi:
     ) -> None:
         """Send the daemon's version and the names of the models."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
-        models = tuple(self._registry.visible_models(viewer.tenant))
+        models = tuple(self._lookup.visible_names(viewer.tenant))
         self._responses.reply(
             connection.key, ServerMetadataResponse(message.id, "weightd", VERSION, models, EXTENSIONS)
         )
@@ -86,14 +93,14 @@ class StatusApi:
     def on_ready(
         self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        """Send whether a model, or every model that is to be loaded, is ready, with the reasons if not."""
+        """Send whether a model is ready, or for the server, whether all models that have to be loaded are ready."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
-            model = self._registry.find(message.model_name, viewer)
+            model = self._lookup.find(message.model_name, viewer)
             # Requests to a model that loads on demand are answered once it has loaded.
             models = [] if model.loading.is_unloaded and model.config.is_on_demand else [model]
         else:
-            models = [each for each in self._registry.visible_models(viewer).values() if not each.loading.is_unloaded]
+            models = [each for each in self._lookup.visible_models(viewer).values() if not each.loading.is_unloaded]
         reasons = (
             ["weightd is stopping"]
             if self._registry.is_closed
@@ -102,22 +109,22 @@ class StatusApi:
         self._responses.reply(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the state of the models and processes."""
+        """Start to collect the state of the models and processes, which is sent later."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_status(_requester(connection, message), viewer)
 
     def on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the metrics."""
+        """Start to collect the metrics, which are sent later."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_metrics(_requester(connection, message), viewer)
 
     def on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the latest events."""
+        """Start to collect the requested events, which are sent later."""
         self._authorizer.check_status(connection, "events")
         self._reporter.report_events(MetadataRequest(connection.key, message.id, connection.user), message)
 
 
 def _requester(connection: ClientConnection, message: Status | Metrics) -> MetadataRequest:
-    """Return the requester of a query, on the account of the tenant in the message, if there is one."""
+    """Return the requester of a query, which counts to the tenant that the message names, if any."""
     user = connection.user if message.tenant is None else f"tenant {message.tenant}"
     return MetadataRequest(connection.key, message.id, user)

@@ -1,7 +1,8 @@
-"""Configuration file: parses TOML into frozen objects, or raises errors that name file, key and expectation."""
+"""Configuration file: parses TOML into immutable objects; errors name the file, the key and the expected value."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from weightd_common import toml_schema
 from weightd_common.safe_open import MAX_CONFIG_BYTES, read_regular
-from weightd_common.toml_schema import ErrorCollector
+from weightd_common.toml_schema import ErrorCollector, check_name
 from weightd_daemon.config import rank_rules
 from weightd_daemon.config.daemon import DaemonConfig, UnitDefaults, complete_daemon
 from weightd_daemon.config.devices import DeviceConfig, read_devices
@@ -23,10 +24,13 @@ from weightd_daemon.config.groups import (
 )
 from weightd_daemon.config.listeners import ListenerConfig, read_listeners
 from weightd_daemon.config.model import LOAD_KEYS, ModelConfig
-from weightd_daemon.config.model_rules import complete_model
+from weightd_daemon.config.model_rules import check_versions, complete_model, version_configs
+from weightd_daemon.config.repository import CONFIG_FILE, Repository, RepositoryConfig, scan
 from weightd_daemon.config.tenants import TenantConfig, read_tenants
+from weightd_daemon.config.versions import VersionSetConfig
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
+from weightd_protocol.model_names import split_version
 from weightd_protocol.schema import FieldError, label
 
 if sys.version_info >= (3, 11):
@@ -34,14 +38,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-_TABLES = ("daemon", "listeners", "tenants", "models", "groups", "devices")
+_TABLES = ("daemon", "listeners", "tenants", "models", "groups", "devices", "repository")
 
 
 class ConfigError(WeightdError):
     """The configuration is invalid.
 
     Attributes:
-        problems: all errors, one line each: file, key and expected value.
+        problems: one line for each error, with the file, the key and the expected value.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -59,6 +63,9 @@ class Config:
         devices: the tables [devices.NAME] by name.
         listeners: all listeners for clients that speak ZeroMQ, by name.
         groups: the model groups by name.
+        version_sets: the models with several versions by name; `models` has each version as NAME@VERSION.
+        repository: the table [repository]; None without one.
+        repository_problems: as in `Repository.problems`, with the errors in the keys of the models.
         tenants: the tenants by name; without tenants, all clients have the same rights.
     """
 
@@ -68,6 +75,9 @@ class Config:
     listeners: Mapping[str, ListenerConfig] = field(default_factory=dict[str, ListenerConfig])
     groups: Mapping[str, GroupConfig] = field(default_factory=dict[str, GroupConfig])
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict[str, TenantConfig])
+    version_sets: Mapping[str, VersionSetConfig] = field(default_factory=dict[str, VersionSetConfig])
+    repository: RepositoryConfig | None = None
+    repository_problems: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class CheckedConfig(NamedTuple):
@@ -75,7 +85,7 @@ class CheckedConfig(NamedTuple):
 
     Attributes:
         config: the valid parts of the file; models with an error are left out.
-        loadable: the models whose keys for files and interpreter are valid, whatever errors their other keys have.
+        loadable: the models whose keys in `LOAD_KEYS` are valid; their other keys may have errors.
         problems: all errors.
     """
 
@@ -98,7 +108,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
 
 
 def load_text(text: str, path: Path, listen_addresses: Sequence[str] = ()) -> Config:
-    """Return the configuration in a text, which is or was the content of the file at `path`. See `load`."""
+    """Return the configuration in the text of a file, which may have changed since. For the arguments, see `load`."""
     checked = _check_text(text, path, listen_addresses)
     if checked.problems:
         raise ConfigError(*checked.problems)
@@ -124,9 +134,9 @@ def read_text(path: Path) -> str:
 
 
 def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
-    """Read the configuration at `path`, see `load`; return its valid parts together with the errors in its keys.
+    """Read the configuration at `path`; return the valid parts together with the errors of the invalid keys.
 
-    The defaults come from `unit` or, without a unit, from the environment of this process.
+    The default directories and the default socket come from `unit` or, without a unit, from this process.
 
     Raises:
         ConfigError: the file is unreadable, not UTF-8 or not TOML.
@@ -149,7 +159,7 @@ def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str
     """Return the configuration in parsed TOML; paths are relative to `base`. `listen_addresses`: see `load`.
 
     Raises:
-        ConfigError: the configuration is invalid; the texts name key and expectation.
+        ConfigError: the configuration is invalid; the texts name the key and the expected value.
     """
     config, _, problems = _parse_tables(content, base, listen_addresses)
     if problems.errors:
@@ -163,8 +173,6 @@ def _parse_tables(
     problems = ErrorCollector()
     daemon = DaemonConfig()
     listeners: Mapping[str, ListenerConfig] = {}
-    models: dict[str, ModelConfig] = {}
-    loadable: dict[str, ModelConfig] = {}
     devices: dict[str, DeviceConfig] = {}
     groups: dict[str, GroupConfig] = {}
     tenants: dict[str, TenantConfig] = {}
@@ -184,41 +192,115 @@ def _parse_tables(
         named = content.get("models")
         names = list(cast("dict[str, Any]", named)) if type(named) is dict else []
         groups = read_groups(content.get("groups", {}), names, problems)
+    repository = None
+    if "repository" in content:
+        with problems.at(".repository"):
+            repository = toml_schema.read_table(RepositoryConfig, content["repository"], problems)
+    read = _ReadModels({}, {}, {})
     with problems.at(".models"):
         members = {name for group in groups.values() for name in group.models}
-        models, loadable = _read_models(content.get("models"), devices, members, base, problems)
+        if "models" in content or repository is None:
+            _read_models(content.get("models"), read, _ModelContext(devices, members, base, problems))
+    repository_problems: dict[str, str] = {}
+    if repository is not None and not problems.errors:
+        repository = dataclasses.replace(repository, path=str(base / repository.path))
+        found = scan(repository)
+        repository_problems = {**found.problems, **_read_repository(repository, found, read, devices)}
+    models = read.valid
     with problems.at(".groups"):
         groups = complete_groups(groups, models, problems)
     models.update(with_memberships(groups, models))
-    return Config(daemon, models, devices, listeners, groups, tenants), loadable, problems
+    config = Config(
+        daemon, models, devices, listeners, groups, tenants, read.version_sets, repository, repository_problems
+    )
+    return config, read.loadable, problems
 
 
-def _read_models(
-    content: Any,
-    devices: Mapping[str, DeviceConfig],
-    group_members: Collection[str],
-    base: Path,
-    problems: ErrorCollector,
-) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
-    """Return the valid models, and the models that are `loadable`; `group_members` are the models of all groups."""
+class _ReadModels(NamedTuple):
+    """The models of a configuration file by name, each version as NAME@VERSION.
+
+    Attributes:
+        valid: the models without an error.
+        loadable: see `CheckedConfig`.
+        version_sets: see `Config`.
+    """
+
+    valid: dict[str, ModelConfig]
+    loadable: dict[str, ModelConfig]
+    version_sets: dict[str, VersionSetConfig]
+
+
+class _ModelContext(NamedTuple):
+    """The other tables and values to which the tables of models refer.
+
+    Attributes:
+        devices: the tables [devices.NAME] by name.
+        group_members: the models of all groups.
+        base: the directory to which paths are relative.
+        problems: receives the errors.
+    """
+
+    devices: Mapping[str, DeviceConfig]
+    group_members: Collection[str]
+    base: Path
+    problems: ErrorCollector
+
+
+def _read_models(content: Any, read: _ReadModels, context: _ModelContext) -> None:
+    """Add the models of the tables [models.NAME] to `read`."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
-    models = cast("dict[str, Any]", content)
-    if len(models) > limits.MAX_MODELS:
-        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(models)}")
-    valid: dict[str, ModelConfig] = {}
-    loadable: dict[str, ModelConfig] = {}
-    for name, table in models.items():
-        before = len(problems.errors)
-        with problems.at(f".{label(name)}"):
-            model = toml_schema.read_table(ModelConfig, table, problems, section=f"models.{name}")
-            model = with_member_defaults(model) if name in group_members else model
-            model = rank_rules.with_rank_defaults(model, devices, base, problems)
-            model = complete_model(name, model, devices, base, problems)
-            model = rank_rules.apply_rank_rules(model, problems)
+    tables = cast("dict[str, Any]", content)
+    if len(tables) > limits.MAX_MODELS:
+        raise FieldError(f"expected at most {limits.MAX_MODELS} models, got {len(tables)}")
+    for name, table in tables.items():
+        _read_model(name, table, read, context)
+        if len(read.loadable) > limits.MAX_MODELS:
+            raise FieldError(f"expected at most {limits.MAX_MODELS} models and versions, got more")
+    context.problems.add(rank_rules.check_card_ports(read.valid))
+
+
+def _read_model(name: str, table: Any, read: _ReadModels, context: _ModelContext, keep: int = 0) -> None:
+    """Add a model, or each of its versions, to `read`; `keep`: see `VersionSetConfig`."""
+    problems = context.problems
+    before = len(problems.errors)
+    with problems.at(f".{label(name)}"):
+        model = toml_schema.read_table(ModelConfig, table, problems, section=f"models.{name}")
+        problems.add(check_name("model", name))
+        is_member = name in context.group_members
+        problems.add(check_versions(name, model, is_member=is_member), "path", "versions", "traffic", "engine")
+        model = with_member_defaults(model) if is_member else model
+        if model.versions:
+            numbers = tuple(version for version, _ in model.versions)
+            read.version_sets[name] = VersionSetConfig(numbers, model.traffic, keep)
+        for each, version in version_configs(name, model).items():
+            config = rank_rules.with_rank_defaults(version, context.devices, context.base, problems)
+            config = complete_model(config, context.devices, context.base, problems)
+            config = rank_rules.apply_rank_rules(config, problems)
             if problems.wrong_keys().isdisjoint(LOAD_KEYS):
-                loadable[name] = model
-            if len(problems.errors) == before:
-                valid[name] = model
-    problems.add(rank_rules.check_card_ports(valid))
-    return valid, loadable
+                read.loadable[each] = config
+            if len(problems.errors) > before:
+                break  # the keys of the other versions are the same, apart from the path
+            read.valid[each] = config
+
+
+def _read_repository(
+    repository: RepositoryConfig, found: Repository, read: _ReadModels, devices: Mapping[str, DeviceConfig]
+) -> dict[str, str]:
+    """Add the models of a repository to `read`, and return the error of each model that is left out."""
+    errors: dict[str, str] = {}
+    for name, model in found.models.items():
+        if name in read.version_sets or name in read.loadable:
+            errors[name] = f"{model.directory}: the configuration has a table [models.{label(name)}]"
+            continue
+        own, problems = _ReadModels({}, {}, {}), ErrorCollector()
+        table = {"load": repository.load, **model.table}
+        _read_model(name, table, own, _ModelContext(devices, (), model.directory, problems), repository.keep)
+        if problems.errors:
+            errors[name] = "\n".join(f"{model.directory / CONFIG_FILE}: {error}" for error in problems.errors)
+            continue
+        read.version_sets.update(own.version_sets)
+        for each, config in own.valid.items():
+            changed_at = model.changed_at[split_version(each)[1]]
+            read.valid[each] = read.loadable[each] = dataclasses.replace(config, revision=changed_at)
+    return errors

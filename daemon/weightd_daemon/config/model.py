@@ -11,10 +11,12 @@ from typing import Any
 from weightd_common.devices import CPU, is_cpu
 from weightd_common.toml_schema import MAX_SECONDS, derived, user_path
 from weightd_daemon.config import selftest as selftest_config
+from weightd_daemon.config import versions as versions_config
 from weightd_daemon.config import workers as workers_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
 from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.config.selftest import SelfTestSetting
+from weightd_daemon.config.versions import TrafficWeights, VersionFiles
 from weightd_daemon.config.workers import WorkerRange, WorkersSetting
 from weightd_daemon.engines import ENGINES
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
@@ -27,13 +29,13 @@ _NAME = text(limits.MAX_NAME_BYTES)
 
 @dataclass(frozen=True)
 class Membership:
-    """Membership of a model in a group. Two memberships are equal if no model of the group has changed.
+    """Membership of a model in a model group; changes if the configuration of any model of the group changes.
 
     Attributes:
         name: the name of the group.
         share: the value of `share` in the group's table.
-        models: the names of the models, in the order in which the process loads them.
-        digest: the digest of the group's and its models' configuration.
+        models: the names of the group's models, in the order in which the shared process loads them.
+        digest: the digest of the configuration of the group and of its models.
     """
 
     name: str = field(metadata=_NAME)
@@ -43,11 +45,11 @@ class Membership:
 
 
 class ReplacementPolicy(enum.Enum):
-    """How to replace a generation that has lost workers permanently."""
+    """How to replace a generation whose lost workers cannot be restarted."""
 
-    AUTO = "auto"  # overlap if the device has room for both generations, else replace
-    OVERLAP = "overlap"  # load the new generation beside the old one; without room, keep the remaining workers
-    REPLACE = "replace"  # stop the old generation first; requests wait until the new one is loaded
+    AUTO = "auto"  # "overlap" if the device has memory for both generations, otherwise "replace"
+    OVERLAP = "overlap"  # load the new generation beside the old one; without memory, keep the old one's workers
+    REPLACE = "replace"  # stop the old generation first; requests wait until the new generation is loaded
 
 
 class LoadMode(enum.Enum):
@@ -55,13 +57,13 @@ class LoadMode(enum.Enum):
 
     START = "start"  # when the daemon starts
     ON_DEMAND = "on_demand"  # when the first request arrives
-    MANUAL = "manual"  # when an operator asks for it
+    MANUAL = "manual"  # when an operator runs `weightctl load`
 
 
-# Keys about the handling of requests. They affect a load only by the tests of batching and splitting that it runs.
+# Keys for the handling of requests. They affect the load of a model only by its tests of batching and splitting.
 _REQUEST_KEYS = ("batching", "split", "default_priority", "idle_unload")
 
-# Keys that determine the files and the interpreter that a load uses.
+# Keys that determine the files and the interpreter with which a model is loaded.
 LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "ranks", *ENGINES)
 
 
@@ -69,8 +71,8 @@ LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "rank
 class ModelConfig:
     """A table [models.NAME]."""
 
-    path: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
-    """The model file, .onnx or .mindir."""
+    path: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES))
+    """The model file, .onnx or .mindir. Required unless there are `versions`."""
 
     engine: str = field(default="", metadata=one_of(["", *ENGINES]))
     """Engine that runs the model. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
@@ -88,6 +90,14 @@ class ModelConfig:
 
     idle_unload: float = field(default=600.0, metadata=number(MAX_SECONDS))
     """Seconds without requests after which a model with `load = "on_demand"` is unloaded. 0: never."""
+
+    versions: VersionFiles = field(default=(), metadata=versions_config.files_metadata())
+    """Model files by number of the version, instead of `path`. Each version is served as the model NAME@VERSION, with
+    the other keys of this table."""
+
+    traffic: TrafficWeights = field(default=(), metadata=versions_config.traffic_metadata())
+    """Share of each version in the requests that name no version, as a weight. Default: the newest version that can
+    serve answers all of them."""
 
     workers: WorkersSetting = field(default=1, metadata=workers_config.field_metadata())
     """Worker processes on each device. With a table such as {min = 1, max = 8, idle = 30.0}, further workers start
@@ -189,6 +199,9 @@ class ModelConfig:
     group: Membership | None = field(default=None, metadata=derived(record(Membership)))
     """The model group that the model belongs to, if any."""
 
+    revision: int = field(default=0, metadata=derived(integer(0, limits.MAX_COUNT)))
+    """When the files of a model in the repository last changed, in nanoseconds since the epoch."""
+
     @property
     def is_on_cards(self) -> bool:
         """Whether the model runs on cards. Cards and CPU cannot be mixed."""
@@ -206,31 +219,31 @@ class ModelConfig:
 
     @property
     def devices_by_weight_copy(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices that share a copy of the weights, by the device that has the copy."""
+        """By the device that holds a copy of the weights, the devices whose workers use this copy."""
         if self.is_on_cards or self.copies == "each" or len(self.devices) == 1:
             return {each: (each,) for each in self.devices}
         return {CPU: self.devices}
 
     @property
     def max_batch_rows(self) -> int:
-        """The most rows of a batch that weightd forms from requests; 1 if every request runs unchanged."""
+        """Maximum number of rows in a batch of several requests or parts; 1 if each request runs alone and unsplit."""
         return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
 
     @property
     def max_concurrency(self) -> int:
-        """How many predicts of the model can run at once."""
+        """Maximum number of the model's predicts that can run at the same time."""
         if self.ranks is not None:
             return max(1, len(self.ranks.groups))
         return len(self.devices) * (self.max_workers if self.group is None else 1)
 
     @property
     def min_workers(self) -> int:
-        """The number of workers on each device that always run."""
+        """The minimum number of workers on each device."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def max_workers(self) -> int:
-        """The most workers on each device."""
+        """The maximum number of workers on each device."""
         return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
@@ -239,28 +252,28 @@ class ModelConfig:
         return self.default_priority or (self.priority_levels + 1) // 2
 
     def cores_of(self, device: str) -> str:
-        """Return the cores of a set of cores, or of all the model's sets for the CPU; "" means all cores of weightd."""
+        """Return the cores of a set of cores or, for "cpu", of all the model's sets; "" means all cores of weightd."""
         cores_by_device = dict(zip(self.devices, self.cores, strict=False))
         return cores_by_device.get(device, ",".join(self.cores))
 
     @property
     def can_fork(self) -> bool:
-        """Whether processes are forked from a fork server. Ranks and processes on cards never are."""
+        """Whether a fork server forks the model's processes. Ranks and processes on cards are always spawned."""
         return self.start == "fork" and not self.is_on_cards and self.ranks is None
 
     @property
     def can_fork_from_holder(self) -> bool:
-        """Whether workers may be forked from the holder, which has built the model."""
+        """Whether the holder may fork workers, which inherit the model that the holder has built."""
         return self.can_fork and self.sharing != "off" and self.threads <= self.engine_spec.template_threads
 
     def has_same_load(self, other: ModelConfig) -> bool:
-        """Whether both configurations load the same, apart from the tests of batching and splitting."""
+        """Whether `other` differs only in keys that change at most the load's tests of batching and splitting."""
         request_settings: Any = {key: getattr(other, key) for key in _REQUEST_KEYS}
         return dataclasses.replace(self, **request_settings) == other
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """The description of the model's engine."""
+        """The specification of the model's engine."""
         return ENGINES[self.engine]
 
     @property
@@ -270,5 +283,5 @@ class ModelConfig:
 
     @property
     def options_by_engine(self) -> Mapping[str, EngineOptions]:
-        """The options for each engine that has any, by engine name."""
+        """The model's options for each engine that has options, by the name of the engine."""
         return {"mindspore_lite": self.mindspore_lite}

@@ -9,44 +9,83 @@ from pathlib import Path
 
 from weightd_common import devices as cores
 from weightd_common.devices import CPU, card_of, has_cores, is_cpu
-from weightd_common.toml_schema import ErrorCollector, check_name
+from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.devices import DeviceConfig
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import MINDSPORE_LITE
 from weightd_daemon.engines import ENGINES, engine_for, ranktable
 from weightd_protocol import limits
+from weightd_protocol.model_names import join_version
 from weightd_protocol.schema import FieldError
 
 # Prefixes of the device names that other programs use for GPUs.
 _GPU_NAMES = ("cuda", "gpu", "nvidia", "rocm")
 
 
+def version_configs(name: str, config: ModelConfig) -> dict[str, ModelConfig]:
+    """Return the configuration of each version of a model by its name, oldest first; or of the model itself."""
+    if not config.versions:
+        return {name: config}
+    return {
+        join_version(name, str(version)): dataclasses.replace(config, path=path, versions=(), traffic=())
+        for version, path in config.versions
+    }
+
+
+def check_versions(name: str, config: ModelConfig, *, is_member: bool) -> Iterator[FieldError]:
+    """Yield the errors in the keys `path`, `versions` and `traffic` of a model; `is_member`: it is in a group."""
+    if config.versions:
+        yield from _check_version_table(name, config)
+        if is_member:
+            yield FieldError("a model in a group cannot have versions").at(".versions")
+        if config.path:
+            yield FieldError("has no effect with versions").at(".path")
+    else:
+        if not config.path:
+            yield FieldError("missing").at(".path")
+        if config.traffic:
+            yield FieldError("has no effect without versions").at(".traffic")
+
+
+def _check_version_table(name: str, config: ModelConfig) -> Iterator[FieldError]:
+    numbers = [version for version, _ in config.versions]
+    for version, _ in config.traffic:
+        if version not in numbers:
+            text = f"expected one of the versions {', '.join(map(str, numbers))}, got {version}"
+            yield FieldError(text).at(f".traffic.{version}")
+    for version, path in config.versions:
+        for error in _check_path(dataclasses.replace(config, path=path)):
+            yield FieldError(error.problem).at(f".versions.{version}")
+    longest = join_version(name, str(numbers[-1]))
+    if len(longest) > limits.MAX_MODEL_NAME_BYTES:
+        most = limits.MAX_MODEL_NAME_BYTES
+        yield FieldError(f"expected a name of at most {most} bytes with its version, got {longest}").at(".versions")
+
+
 def complete_model(
-    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
+    config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
 ) -> ModelConfig:
     """Return `config` with its defaults filled in and its paths made absolute.
 
-    The defaults that depend on ranks and groups have to be filled in before.
+    The caller must have filled in the defaults that depend on ranks and groups.
 
     Args:
-        name: the name of the model.
         config: the table as it was read.
         devices: the tables [devices.NAME] by name.
         base: the directory to which paths are relative.
         problems: see `complete_daemon`.
     """
     config = dataclasses.replace(config, sharing=config.sharing or "on")
-    problems.add(check_name("model", name))
     problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
     for needed, rule in _RULES:
         problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
     inputs_path = selftest_config.inputs_path(config.selftest)
-    # A name without a slash is a command that is searched for in PATH.
+    # A name without a slash is a command in a directory of PATH, not a path relative to the configuration file.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
         config,
-        path=str(base / (config.path or "")),  # the path is None if the key is missing
+        path=str(base / config.path),
         engine=engine_name(config),
         python=python,
         spares=_spare_count(config),
@@ -64,7 +103,7 @@ def complete_model(
 
 def engine_name(config: ModelConfig) -> str:
     """Return the engine of a model, as configured or by the suffix of its file; "" if neither determines it."""
-    return config.engine or engine_for(Path(config.path or "").suffix)
+    return config.engine or engine_for(Path(config.path).suffix)
 
 
 def _spare_count(config: ModelConfig) -> int:
@@ -74,7 +113,7 @@ def _spare_count(config: ModelConfig) -> int:
 
 
 def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
-    """Attribute errors in the devices to the table of ranks, if the model has one: the devices come from there."""
+    """Change the path of errors in `devices` to `ranks.devices` if the model has ranks, which list its devices."""
     for error in errors:
         theirs = config.ranks is not None and error.path.startswith(".devices")
         yield FieldError(error.problem).at(".ranks.devices") if theirs else error
@@ -203,12 +242,13 @@ def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
 
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
-# A rule is evaluated only if the keys that it reads are valid by themselves and by the rules before it.
+# The keys that each rule reads, and the rule. A rule is evaluated only if these keys have no errors, neither by
+# themselves nor by earlier rules.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
-    (("path", "engine"), _check_path),
+    (("path", "versions", "engine"), _check_path),
     (("devices",), _check_devices),
-    (("path", "engine", "devices"), _check_engine),
-    (("path", "engine", "devices", "sharing", *ENGINES), _check_engine_options),
+    (("path", "versions", "engine", "devices"), _check_engine),
+    (("path", "versions", "engine", "devices", "sharing", *ENGINES), _check_engine_options),
     (("devices", "copies"), _check_copies),
     (("workers", "spares", "devices", "copies"), _check_process_count),
     (("workers", "devices"), _check_workers),

@@ -1,7 +1,8 @@
-"""The state that a daemon leaves to the next daemon of the same service, whose children a shim keeps alive.
+"""The state file, which describes the models and processes of a daemon for the next daemon of the same service.
 
-The state file is in the private directory, and is replaced after each change of a generation. The next daemon trusts it
-only as far as the shim and the kernel confirm it: a process that is not a child of the shim has exited.
+A shim keeps the processes alive between the two daemons. The state file is in the private directory, and is replaced
+after each change of a generation. The next daemon compares it with the children of the shim: a process that is in the
+file but is not a child of the shim has exited.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from weightd_daemon.models.persisted import DeviceRecord, ModelRecord
+from weightd_daemon.models.persisted import DeviceRecord, ModelRecord, RolloutRecord
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError
 from weightd_protocol.messages.worker import CHILD_PROTOCOL_VERSION
@@ -28,7 +29,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 
 class HandoverError(WeightdError):
-    """The state cannot be used; the text says why."""
+    """The state file cannot be used; the error text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,31 @@ class Handover:
     """The content of the state file.
 
     Attributes:
-        version: the version of the daemon that wrote it.
+        version: the version of the daemon that wrote the file.
         protocol: the version of the protocol between the daemon and its children.
         models: the models with their generations and children.
         devices: the devices with the memory that their cards reported.
+        rollouts: the rollouts in progress.
     """
 
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
     protocol: int = field(metadata=_COUNT)
     models: tuple[ModelRecord, ...] = field(metadata=list_of(record(ModelRecord), limits.MAX_MODELS))
     devices: tuple[DeviceRecord, ...] = field(metadata=list_of(record(DeviceRecord), limits.MAX_DEVICES))
+    rollouts: tuple[RolloutRecord, ...] = field(default=(), metadata=list_of(record(RolloutRecord), limits.MAX_MODELS))
 
 
-def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRecord]) -> None:
+def write(
+    path: Path,
+    models: Sequence[ModelRecord],
+    devices: Sequence[DeviceRecord],
+    rollouts: Sequence[RolloutRecord] = (),
+) -> None:
     """Replace the state file. If that fails, remove it: the next daemon then loads every model anew."""
     new = path.with_suffix(".new")
     try:
-        new.write_text(
-            json.dumps(plain(Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices)))), "utf-8"
-        )
+        content = Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices), tuple(rollouts))
+        new.write_text(json.dumps(plain(content)), "utf-8")
         new.replace(path)
     except (OSError, FieldError) as error:
         _log.warning("the next daemon will have to load every model: %s: %s", path, error)
@@ -64,10 +71,10 @@ def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRec
 
 
 def read(path: Path) -> Handover:
-    """Return the state that the previous daemon has left.
+    """Return the content of the state file that the previous daemon has left.
 
     Raises:
-        HandoverError: there is no valid state, or the children speak another version of the protocol.
+        HandoverError: the file is missing or invalid, or the children use another version of the protocol.
     """
     try:
         values: Any = json.loads(path.read_text("utf-8"))
@@ -86,7 +93,10 @@ def read(path: Path) -> Handover:
 
 
 def _check_protocol(values: Any) -> None:
-    """Check the version of the protocol first: the state file of another version of weightd may have other fields."""
+    """Raise HandoverError unless the children use the protocol version of this daemon.
+
+    Called before the other fields are decoded, because another version of weightd may have written other fields.
+    """
     fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
     if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
         theirs, ours = (

@@ -1,7 +1,7 @@
-"""The daemon as a service: the sockets that the service manager passes, and the notifications to the service manager.
+"""weightd as a systemd service: the sockets that the service manager passes, and the notifications to the manager.
 
-`SystemdNotifier` decides what to notify. `ManagedService` sends the notifications, after writing the state file for the
-next daemon.
+`SystemdNotifier` decides which notifications to send. `ManagedService` sends them, after it has written the state file
+for the next daemon.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.handover import state
 from weightd_daemon.handover.shim_launcher import ShimLauncher
 from weightd_daemon.models.model import ServedModel
-from weightd_daemon.models.persisted import DeviceRecord
+from weightd_daemon.models.persisted import DeviceRecord, RolloutRecord
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.observability.load_progress import LoadMonitor
@@ -34,34 +34,36 @@ from weightd_protocol.codec import clip
 
 _log = logging.getLogger("weightd")
 
-# The interval of updates of the status text, which people read.
+# Seconds between two updates of the service's status text, which people read in `systemctl status`.
 _STATUS_INTERVAL_S = 1.0
 
-# At each update, a start that makes progress is extended by this time.
+# Seconds by which each update extends the time-out of the start (EXTEND_TIMEOUT_USEC) while required models load.
 _EXTENSION_S = 15.0
 
-# The time without progress that a model may take beyond its `load_timeout`, for example while it waits for memory.
+# Seconds without progress, beyond its `load_timeout`, after which a loading model counts as stuck. A model makes no
+# progress, for example, while it waits for memory.
 _PROGRESS_TIMEOUT_S = 120.0
 
-# The number of watchdog notifications in the time in which the service manager expects one.
+# Number of watchdog notifications that the daemon sends in the time in which the service manager expects one.
 _WATCHDOG_DIVISOR = 3
 
-# systemd ignores a datagram of more than 4096 bytes as a whole.
+# Maximum bytes of the status text. systemd ignores a datagram of more than 4096 bytes with all its assignments.
 _MAX_STATUS_BYTES = 1024
 
 _CONFIG_NOTE = "the configuration file is not in force, see weightctl status"
 
 
 class SystemdNotifier:
-    """Decides what to notify. Times are monotonic seconds.
+    """Decides which notifications to send to the service manager. Times are monotonic seconds.
 
     Args:
-        watchdog_s: seconds within which a watchdog notification is expected; None without a watchdog.
+        watchdog_s: the seconds within which the service manager expects a watchdog notification; None without a
+            watchdog.
 
     Attributes:
-        is_ready: whether READY=1 was notified: every required model has served, except for a new one that failed while
-            other models were taken over from the previous daemon.
-        next_event_at: the time of the next `poll`, unless a model changes before.
+        is_ready: whether READY=1 was sent. It is sent once every required model serves. If models were taken over from
+            the previous daemon, required models that are new and have failed do not count.
+        next_event_at: when `poll` has to be called again, unless a model changes before.
     """
 
     def __init__(self, watchdog_s: float | None) -> None:
@@ -70,19 +72,22 @@ class SystemdNotifier:
         self._watchdog_interval_s = watchdog_s / _WATCHDOG_DIVISOR if watchdog_s is not None else float("inf")
         self._next_watchdog_at = 0.0 if watchdog_s is not None else float("inf")
         self._status = ""
-        # The required models that have served. The watchdog stops only for these.
+        # The names of the required models that have served. Only these models can stop the watchdog notifications.
         self._served_models: set[str] = set()
-        # The models that the previous daemon has served and this one continues to serve.
+        # The names of the models that were serving in the previous daemon and that this daemon continues to serve.
         self._resumed_models: frozenset[str] = frozenset()
-        # The progress of each model, and the time since which it is unchanged.
+        # For each model, by name: its last progress text, and the time of the last change of this text.
         self._progress: dict[str, tuple[str, float]] = {}
 
     def on_resumed(self, models: Iterable[str]) -> None:
-        """Record the models that serve already. A new model that cannot be loaded then does not fail the service."""
+        """Record the models that were taken over from the previous daemon.
+
+        If there are any, a new model that cannot be loaded does not fail the service.
+        """
         self._resumed_models = frozenset(models)
 
     def on_suspended(self, seconds: float) -> None:
-        """Make the next watchdog notification due earlier by the time for which this process was stopped."""
+        """Make the next watchdog notification due earlier by the seconds for which this process was stopped."""
         self._next_watchdog_at -= seconds
 
     def poll(
@@ -92,14 +97,14 @@ class SystemdNotifier:
         note: str = "",
         load_progress: Callable[[GenerationBase], str] = lambda _: "",
     ) -> list[str]:
-        """Return the assignments to notify now.
+        """Return the assignments to send now, such as "READY=1".
 
-        Every user of the host can read the status text of systemd, so it contains no model name, path or cause.
+        Every user of the host can read the status text of a service, so it contains no model names, paths or errors.
 
         Args:
             models: all models.
             now: the time.
-            note: why the configuration file is not in force, or ""; the status text only says that it is not.
+            note: why the configuration file is not in force, or "". The status text does not contain this reason.
             load_progress: returns the progress of a loading generation as a text.
         """
         models = list(models)
@@ -131,7 +136,7 @@ class SystemdNotifier:
         return assignments
 
     def has_failed(self, models: Iterable[ServedModel]) -> bool:
-        """Return whether the service can never become ready."""
+        """Return whether the service can never become ready, because a required model has failed."""
         return not self.is_ready and any(
             model.config.required and model.readiness.has_failed and not self._is_optional(model) for model in models
         )
@@ -140,17 +145,21 @@ class SystemdNotifier:
         return model.readiness.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
 
     def _is_alive(self, model: ServedModel, stuck: Collection[str], now: float) -> bool:
-        """Return whether a model is no reason to stop the watchdog: a worker answers, or the model is being loaded.
+        """Return whether watchdog notifications may be sent as far as this model is concerned.
 
-        Loading counts while it makes progress, including the pauses between two attempts. A model that has never served
-        counts as alive: a model that a reload has added may be one that cannot be loaded.
+        They may if a worker of the model answers, or if the model is being loaded and makes progress or pauses between
+        two attempts. They also may if the model has never served: a reload may have added a model that cannot be
+        loaded, which is no reason to restart the service.
         """
         if model.name not in self._served_models or not model.readiness.unready_reason(now):
             return True
         return not _has_workers(model) and not model.readiness.has_failed and model.name not in stuck
 
     def _is_progressing(self, model: ServedModel, now: float) -> bool:
-        """Return whether a model serves, or its progress has changed within its `load_timeout` and a margin."""
+        """Return whether a model has workers, or its progress text has changed recently.
+
+        Recently means within the model's `load_timeout` and another `_PROGRESS_TIMEOUT_S` seconds.
+        """
         previous = self._progress.get(model.name)
         progress = model.readiness.main_generation.progress
         if previous is None or previous[0] != progress:
@@ -192,18 +201,19 @@ class ManagedService:
     """Sends notifications to a service manager, and keeps the state file for the next daemon up to date.
 
     Args:
-        manager: receives the notifications.
-        shim: the launcher, which has the path of the state file.
+        manager: the service manager, which receives the notifications.
+        shim: the launcher of the shim, which knows the path of the state file.
         registry: the models.
-        supervisor: records changes of children and generations.
+        supervisor: records whether children or generations have changed.
         devices: the devices of the models, by name.
+        rollout_records: returns the rollouts in progress.
         load_monitor: measures the progress of loading models.
-        shutdown: stops the notifications when it begins.
+        shutdown: the shutdown of the daemon. After it has begun, no notifications are sent.
         config_note: returns why the configuration file is not in force, or "".
-        on_failed: called when a required model can never serve.
+        on_failed: called with the current time if the service can never become ready.
 
     Attributes:
-        timer: starts the next notification.
+        timer: triggers the next notifications.
     """
 
     def __init__(  # noqa: PLR0913
@@ -214,6 +224,7 @@ class ManagedService:
         supervisor: ProcessSupervisor,
         devices: Mapping[str, DeviceBudget],
         *,
+        rollout_records: Callable[[], Sequence[RolloutRecord]],
         load_monitor: LoadMonitor,
         shutdown: Shutdown,
         config_note: Callable[[], str],
@@ -224,6 +235,7 @@ class ManagedService:
         self._registry = registry
         self._supervisor = supervisor
         self._devices = devices
+        self._rollout_records = rollout_records
         self._load_monitor = load_monitor
         self._shutdown = shutdown
         self._config_note = config_note
@@ -232,35 +244,36 @@ class ManagedService:
         self.timer = Timer(self._on_timer)
 
     def start(self, resumed_models: Iterable[str]) -> None:
-        """Start the notifications. The previous daemon has served `resumed_models`."""
+        """Start the notifications. `resumed_models` are the names of the models taken over from the previous daemon."""
         self._notifier.on_resumed(resumed_models)
         self.timer.set(0.0)
 
     def on_change(self, now: float) -> None:
-        """Write the state file and notify the manager, if anything has changed."""
+        """Write the state file and notify the service manager, if a child or a generation has changed."""
         if self._supervisor.take_changed():
             self._write_handover()
             self._notify(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """Notify at once: the service manager's clock went on while this process was stopped."""
+        """Notify at once: this process was stopped for `seconds`, but the service manager's clock went on."""
         self._notifier.on_suspended(seconds)
         self.timer.set(now)
 
     def begin_reload(self) -> bool:
-        """Notify the manager that a reload begins; return whether `end_reload` has to be called."""
-        # READY=1 ends a start as well as a reload, so a reload during the start is not notified.
+        """Notify the service manager that a reload begins; return whether `end_reload` has to be called."""
+        # READY=1 ends both a reload and a start. So a reload during the start is not notified: the READY=1
+        # at its end would end the start, too.
         should_notify = self._notifier.is_ready and not self._shutdown.has_begun
         if should_notify:
             self._manager.notify_reloading()
         return should_notify
 
     def end_reload(self) -> None:
-        """Notify the manager that the reload has ended, successfully or not."""
+        """Notify the service manager that the reload has ended, successfully or not."""
         self._manager.notify("READY=1")
 
     def _on_timer(self, now: float) -> None:
-        """Send the notifications that are due, after writing the state file."""
+        """Write the state file if it is outdated, then send the notifications that are due."""
         if self._supervisor.take_changed():
             self._write_handover()
         self._notify(now)
@@ -268,7 +281,8 @@ class ManagedService:
     def _write_handover(self) -> None:
         if not self._shutdown.is_stopping:
             devices = [DeviceRecord(each.name, each.reported_bytes, each.free_bytes) for each in self._devices.values()]
-            state.write(self._shim.handover_path, self._registry.records(), devices)
+            records, rollouts = self._registry.records(), self._rollout_records()
+            state.write(self._shim.handover_path, records, devices, rollouts)
 
     def _notify(self, now: float) -> None:
         if self._shutdown.has_begun:
@@ -289,8 +303,8 @@ class ListenSockets(NamedTuple):
     """Non-blocking listening sockets.
 
     Attributes:
-        unix_listeners: the Unix sockets for clients of this host; empty if the socket cannot be used.
-        zmq_listeners: the sockets for ZeroMQ clients, by the name of their listener.
+        unix_listeners: the Unix sockets for clients of this host; empty if no Unix socket can be used.
+        zmq_listeners: the sockets for ZeroMQ clients, by the name of their listener in the configuration.
         addresses: the addresses of all sockets.
     """
 
@@ -303,11 +317,11 @@ class ListenSockets(NamedTuple):
 def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> Generator[ListenSockets, None, None]:
     """Listen on all configured addresses within the block; then close the sockets and remove their paths.
 
-    The paths of passed sockets stay.
+    The paths of sockets that the service manager has passed are not removed.
 
     Args:
-        config: the complete configuration, which matches the passed sockets.
-        passed: descriptors that a service manager has passed; they are closed after the block.
+        config: the complete configuration, which has a listener for each ZeroMQ socket in `passed`.
+        passed: the descriptors of the sockets that the service manager has passed; they are closed after the block.
         with_unix: whether to listen on a Unix socket for clients of this host.
 
     Raises:
@@ -330,13 +344,13 @@ def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[st
     found: dict[str, socket.socket] = {}
     for address, descriptor in zip(listen_addresses(passed), passed, strict=True):
         found[address] = stack.enter_context(socket.socket(fileno=descriptor))
-        # Another process that accepts from the socket may be faster: the accept must not block then.
+        # Another process may share this socket and accept a connection first. This process must then not block.
         found[address].setblocking(False)
     return found
 
 
 def _listen_unix(address: str, stack: contextlib.ExitStack, *, is_required: bool) -> dict[str, socket.socket]:
-    """Listen on a Unix socket. If it is not required, a failure is only logged: clients can then use ZeroMQ."""
+    """Listen on a Unix socket. Without `is_required`, a failure is only logged, because clients can use ZeroMQ."""
     try:
         return {address: stack.enter_context(listen_on(address))}
     except PathInUse as error:

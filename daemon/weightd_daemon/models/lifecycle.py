@@ -1,7 +1,8 @@
-"""Loading and unloading of models: on demand, on request, when idle, and to make room for each other.
+"""Loads and unloads models: on demand, by command, when they are idle, and to free memory for other models.
 
-`ModelLifecycle` performs what `ResidencyTable` decides. All changes happen in `tick`, which its timer calls after each
-event, so that no model is loaded or unloaded while another one is in the middle of a change.
+`ResidencyTable` decides which models are in memory, and `ModelLifecycle` carries out the decisions. Models are unloaded
+only in `tick`, which a timer calls after each event, so that no model is unloaded while the daemon is still handling an
+event.
 """
 
 from __future__ import annotations
@@ -29,27 +30,33 @@ _log = logging.getLogger("weightd")
 
 _NEVER = float("inf")
 
-# How often a model that is being unloaded is asked whether its last request has ended.
+# Seconds between two checks whether the accepted requests of a model that will be unloaded have ended.
 _DRAIN_INTERVAL_S = 0.02
 
-# How many commands may wait for the load of one model.
+# Maximum number of commands that may wait until one model has loaded.
 _MAX_LOAD_WAITERS = 64
 
-# The estimated seconds until a model that waits for memory has left the queue of loads.
+# Seconds after which a client may repeat a rejected load: an estimate of the time until one waiting model has got its
+# memory. Models that wait for memory are also checked again at this interval.
 _RETRY_AFTER_S = 1.0
+
+_BY_OPERATOR = "requested by an operator"
+
+OnDone = Callable[[RequestError | None], object]
+"""Called at the end of an operation, with its error or None."""
 
 
 class LifecycleLimits(NamedTuple):
-    """The configured limits.
+    """The configured limits of loaded models.
 
     Attributes:
-        max_model_bytes: the budget for the memory of all models on the CPU; 0: no limit.
-        tenant_limits: the budget of each tenant that has one.
-        weights: the weight of each tenant.
-        min_resident_s: the seconds for which a model stays loaded at least.
-        max_load_queue: how many models may wait for memory.
-        max_loading: how many models may load at the same time.
-        drain_timeout_s: the seconds that the requests of a model may take before it is unloaded.
+        max_model_bytes: the budget in bytes for the memory of all models on the CPU; 0: no limit.
+        tenant_limits: the budget in bytes of each tenant that has one.
+        weights: the configured weight of each tenant.
+        min_resident_s: the minimum seconds for which a model stays loaded before it is unloaded for another one.
+        max_load_queue: the maximum number of models that may wait for memory.
+        max_loading: the maximum number of on-demand models that may load at the same time.
+        drain_timeout_s: the maximum seconds for which an unload command waits for the accepted requests of a model.
     """
 
     max_model_bytes: int = 0
@@ -62,28 +69,29 @@ class LifecycleLimits(NamedTuple):
 
 
 class _PendingUnload(NamedTuple):
-    """An unload that waits for the accepted requests of a model."""
+    """An unload command that waits until the accepted requests of a model have ended."""
 
     deadline: float
-    on_done: Callable[[RequestError | None], object]
+    on_done: OnDone
 
 
 class ModelLifecycle:
     """Loads and unloads models within the budgets.
 
     Args:
-        configured: the limits.
-        find_model: returns the model of a name; None if no model has it.
+        configured: the configured limits.
+        find_model: returns the model with a name; None if there is no such model.
         devices: the devices of all models, by name.
-        charge: see `ResidencyTable`.
-        measure: starts to measure the memory of a model and returns it once it is known, until then None.
-        clock: returns monotonic seconds.
+        charge: called with a tenant, a model and the byte-seconds of memory to charge to the tenant.
+        measure: returns the measured memory of a model in bytes, or None until the measurement is complete; the first
+            call starts the measurement.
+        clock: returns the time in monotonic seconds.
 
     Attributes:
-        timer: calls `tick`.
+        timer: calls `tick` when it is due.
         table: decides which generations may start, and which models are unloaded.
-        reservations: the reservations.
-        needs: the measured memory of models.
+        reservations: the reservations of all generations.
+        needs: the last measured memory of each model.
     """
 
     def __init__(
@@ -103,12 +111,12 @@ class ModelLifecycle:
         self.reservations = self.table.reservations
         self.timer = Timer(self.tick)
         self._pending_unloads: dict[str, _PendingUnload] = {}
-        # Models to unload because no tenant that waits for them may have them loaded.
+        # The error for the requests to each model that exceeds the budgets of all tenants that wait for it.
         self._refused: dict[str, RequestError] = {}
-        self._load_waiters: dict[str, list[Callable[[RequestError | None], object]]] = {}
-        # The files of one more model are read while others load.
+        self._load_waiters: dict[str, list[OnDone]] = {}
+        # While `max_loading` models load, the files of one further model are read in advance.
         self._queue = LoadQueue(configured.max_loading + 1)
-        # The memory that each model needed when it was loaded last, or would have needed.
+        # The memory in bytes that each model needed at the last attempt to load it.
         self._known_bytes: dict[str, int] = {}
         self._meter = NeedMeter(measure)
         self.needs = self._meter.needs
@@ -124,10 +132,13 @@ class ModelLifecycle:
     # --- for clients and operators ------------------------------------------------------------------------------
 
     def load_on_demand(self, name: str, tenant: str) -> None:
-        """Load a model for a request that will wait for it; the caller has checked that it `is_unloaded`.
+        """Load an unloaded model for a tenant's request; the request will wait in the model's queue.
+
+        The caller has checked that the model `is_unloaded`.
 
         Raises:
-            RequestError: the model does not load on demand, can never fit, or too many models wait for memory.
+            RequestError: the model does not load on demand or exceeds the tenant's budget, or too many models wait for
+                memory.
         """
         model = self._find_model(name)
         if model is None or not model.config.is_on_demand:
@@ -136,14 +147,15 @@ class ModelLifecycle:
             return
         self._check_load(model, tenant)
         self._queue.put(name, tenant)
-        # The load starts at once if nothing is ahead of it: the request is put into the model's queue next.
+        # The request is not in the model's queue yet, so the model would look unwanted without `just_wanted`.
         self._start_queued(just_wanted=name)
 
-    def load(self, model: ServedModel, tenant: str, on_done: Callable[[RequestError | None], object]) -> None:
+    def load(self, model: ServedModel, tenant: str, on_done: OnDone, reason: str = _BY_OPERATOR) -> None:
         """Load a model that is unloaded or has failed; call `on_done` once it serves or has failed.
 
         Raises:
-            RequestError: the model can never fit, is being updated or unloaded, or too many commands wait for its load.
+            RequestError: the model exceeds the tenant's budget or is being updated or unloaded, or too many models or
+                commands wait already.
         """
         if model.name in self._pending_unloads:
             raise Unavailable(f"{model.name} is being unloaded: try again once it is unloaded")
@@ -155,15 +167,17 @@ class ModelLifecycle:
             raise ResourceExhausted(text, retry_after=_RETRY_AFTER_S)
         if model.loading.is_unloaded or model.loading.may_retry:
             self._check_load(model, tenant)
-            self._begin_load(model, tenant, "requested by an operator")
+            self._begin_load(model, tenant, reason)
         waiters.append(on_done)
         self._wake()
 
-    def unload(self, model: ServedModel, on_done: Callable[[RequestError | None], object]) -> None:
-        """Refuse further requests of a model, and unload it once the accepted ones have ended.
+    def unload(self, model: ServedModel, on_done: OnDone) -> None:
+        """Refuse further requests of a model, and unload it once the accepted requests have ended.
+
+        After `drain_timeout_s`, the model is unloaded in any case. `on_done` is called after its processes have exited.
 
         Raises:
-            RequestError: the model must stay loaded, or is being updated.
+            RequestError: the model must stay loaded, shares its processes, or is being updated or unloaded.
         """
         model.loading.check_unloadable()
         if model.config.required:
@@ -181,7 +195,10 @@ class ModelLifecycle:
     # --- from deployments (`ModelMemory`) -----------------------------------------------------------------------
 
     def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
-        """Return whether a generation may start its processes; until then its memory is requested."""
+        """Reserve memory for a generation, and return whether the generation may start its processes.
+
+        If too little memory is free, the request is recorded, and the caller calls this method again later.
+        """
         there = self.reservations.get(label)
         if there is not None:
             return Verdict(not there.is_waiting)
@@ -202,23 +219,23 @@ class ModelLifecycle:
         return Verdict(is_granted)
 
     def restore(self, label: str, request: ResourceRequest, device: str) -> None:
-        """Record a generation that an earlier daemon has loaded."""
+        """Reserve the memory of a generation that an earlier daemon has loaded."""
         self._meter.set_file_bytes(label, request.weight_bytes)
         self.table.restore(label, _model_of(label), self._need(label, request, device), self._clock())
 
     def on_serving(self, label: str) -> None:
-        """Record that a generation serves."""
+        """Record that a generation serves requests, and schedule the measurement of its memory."""
         now = self._clock()
         self.table.on_loaded(label, now)
         if self._meter.on_serving(label, now):
             self._wake()
 
     def on_leaving(self, label: str) -> None:
-        """Record that the processes of a generation are exiting."""
+        """Record that a generation is shutting down: its processes are exiting."""
         self.table.on_release(label)
 
     def on_ended(self, label: str) -> None:
-        """Record that no process of a generation is left."""
+        """Release the memory of a generation whose processes have all exited."""
         self.table.on_ended(label, self._clock())
         self._meter.forget(label)
         self._wake()
@@ -226,7 +243,7 @@ class ModelLifecycle:
     # --- from models --------------------------------------------------------------------------------------------
 
     def on_changed(self, model: ServedModel) -> None:
-        """Record that a model may have become loaded, unloaded or failed."""
+        """Handle a change of a model, which may have become loaded, unloaded or failed."""
         if model.readiness.has_failed or model.loading.is_unloaded:
             self._queue.on_read(model.name)
         if (
@@ -240,7 +257,7 @@ class ModelLifecycle:
     # --- the timer ----------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Perform everything that is due."""
+        """Perform the loads, unloads and measurements that are due, and set the timer for the next ones."""
         self._finish_unloads(now)
         if self._limits.max_model_bytes or self._limits.tenant_limits:
             for label, nbytes in self._meter.run(self.reservations, now):
@@ -275,12 +292,16 @@ class ModelLifecycle:
         )
 
     def _refresh_budgets(self) -> None:
-        """Read the capacities again: a card reports its memory only when it is used first."""
+        """Compute the budgets anew from the limits and the capacities of the cards.
+
+        The capacity of a card is unknown until the card is first used.
+        """
         configured = self._limits
         capacities = {HOST: configured.max_model_bytes} if configured.max_model_bytes else {}
         for device in self._devices.values():
             if not is_cpu(device.name) and device.capacity_bytes is not None:
-                # Models that load at the start are admitted by the limits of the card alone.
+                # Models that load at the start reserve memory of a card only in its `DeviceBudget`, so their memory is
+                # subtracted here.
                 others = sum(
                     each.total_bytes
                     for label, each in device.reserved.items()
@@ -298,7 +319,7 @@ class ModelLifecycle:
     def _need(self, label: str, request: ResourceRequest, device: str) -> MemoryNeed:
         model = _model_of(label)
         if not is_cpu(device):
-            # The limits of the card decide about models that load at the start.
+            # For models that load at the start, only the limits of the card itself apply (`DeviceBudget`).
             if self._residence(model).is_pinned:
                 return {}
             capacity = self.reservations.budgets.capacities.get(device)
@@ -311,7 +332,7 @@ class ModelLifecycle:
     def _check_load(self, model: ServedModel, tenant: str) -> None:
         owners = [*self._queue.tenants, *(each.owner for each in self.reservations if each.is_waiting)]
         max_queue = self._limits.max_load_queue
-        # One tenant cannot take the whole queue.
+        # One tenant may have at most half of the places in the load queue.
         if len(owners) >= max_queue or (tenant and owners.count(tenant) >= max(1, max_queue // 2)):
             text = f"{model.name} cannot be loaded now: {plural(len(owners), 'model')} wait for memory (max_load_queue)"
             raise ResourceExhausted(text, retry_after=_RETRY_AFTER_S)
@@ -347,9 +368,9 @@ class ModelLifecycle:
                     del self._pending_unloads[name]
                     pending.on_done(None)
             elif model.successor is not None:
-                continue  # a reload has changed the model meanwhile: its successor is unloaded
+                continue  # wait: a reload is replacing the model, and its successor will be unloaded
             elif model.dispatcher.is_idle or now >= pending.deadline:
-                _log.info("%s: unloading: requested by an operator", name, extra=subject_extra(name))
+                _log.info("%s: unloading: %s", name, _BY_OPERATOR, extra=subject_extra(name))
                 model.loading.unload(now, forget_snapshot=True)
 
     def _start_queued(self, just_wanted: str = "") -> None:
@@ -362,7 +383,7 @@ class ModelLifecycle:
             self._begin_load(model, tenant, f"requested by tenant {tenant}")
 
     def _cancel_unwanted(self, now: float) -> None:
-        """Unload models that load on demand and wait for memory, although no request waits for them any more."""
+        """Unload models that wait for memory but are not needed any more, or that exceed every tenant's budget."""
         for each in list(self.reservations):
             model = self._find_model(each.model) if each.is_waiting else None
             if (
@@ -383,11 +404,11 @@ class ModelLifecycle:
                 model.loading.unload(now)
 
     def _is_charged(self, name: str) -> bool:
-        """Return whether a tenant has the memory of a model already, so that a further generation is charged to it."""
+        """Return whether a tenant is charged for the model already, and will be charged for new generations, too."""
         return any(each.model == name and each.is_reserved for each in self.reservations)
 
     def _find_owner(self, name: str) -> bool:
-        """Charge a model to a tenant that waits for it and whose budget suffices; return whether there is one."""
+        """Charge a model to a tenant that waits for it; return False, and let `tick` fail its requests, if none can."""
         model = self._find_model(name)
         if model is None:
             return True
@@ -404,26 +425,26 @@ class ModelLifecycle:
         for name in list(self._load_waiters):
             model = self._find_model(name)
             if model is None:
-                for on_done in self._load_waiters.pop(name):
-                    on_done(FailedPrecondition(f"{name} was removed from the configuration"))
+                error: RequestError | None = FailedPrecondition(f"{name} was removed from the configuration")
             elif model.readiness.has_failed or model.readiness.is_complete or model.loading.is_unloaded:
                 unavailable = model.readiness.unavailable if not model.loading.is_unloaded else None
                 error = None if unavailable is None else unavailable.to_error()
-                for on_done in self._load_waiters.pop(name):
-                    on_done(error)
+            else:
+                continue
+            for on_done in self._load_waiters.pop(name):
+                on_done(error)
 
 
 def _is_wanted(model: ServedModel) -> bool:
-    """Return whether a request waits for the model."""
+    """Return whether the model has requests that have not ended, or clients that wait for its metadata."""
     return not model.dispatcher.is_idle or model.dispatcher.metadata.has_waiting
 
 
 def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:
-    return ResourceExhausted(
-        f"{model} needs {format_mib(nbytes)}, but max_model_bytes of this tenant is {format_mib(limit)}"
-    )
+    text = f"{model} needs {format_mib(nbytes)}, but max_model_bytes of this tenant is {format_mib(limit)}"
+    return ResourceExhausted(text)
 
 
 def _model_of(label: str) -> str:
-    """Return the name of the model in a generation's label."""
+    """Return the name of the model from the label of its generation."""
     return label.rpartition(".")[0]

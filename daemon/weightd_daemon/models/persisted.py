@@ -1,4 +1,4 @@
-"""The records of a model and its devices from which the next daemon resumes."""
+"""The records of models and devices in the hand-over file, from which the next daemon resumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.processes.events import SliceSnapshot, Snapshot
 from weightd_daemon.processes.snapshots import snapshot_directory_name
 from weightd_protocol import limits
-from weightd_protocol.schema import integer, list_of, record, text
+from weightd_protocol.schema import integer, list_of, number, record, text
 
 _NAME = text(limits.MAX_PATH_BYTES)
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
@@ -41,7 +41,7 @@ class GrantRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """The persisted source and its snapshot."""
+    """The persisted form of a `ModelSource` and its `Snapshot`; `selftest_inputs` is the snapshot's `sample`."""
 
     number: int = field(metadata=_COUNT)
     path: str = field(metadata=_NAME)
@@ -68,13 +68,13 @@ class SourceRecord:
 
     @property
     def restored_source(self) -> ModelSource:
-        """The source of this record."""
+        """The `ModelSource` of this record."""
         grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
         return ModelSource(self.path, self.weights, self.number, *grants)
 
     @property
     def restored_snapshot(self) -> Snapshot:
-        """The snapshot of this record."""
+        """The `Snapshot` of this record."""
         slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
         fields = (
             self.snapshot_path,
@@ -89,10 +89,11 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """The persisted model: its configuration, and the sources that it serves and served before the last update.
+    """The persisted form of a model: its configuration, sources and generations.
 
-    `source` and `previous` are numbers of `sources`, 0 for none. `last_ids` are the last numbers that were assigned to
-    a generation and to a source. `owner` is the tenant to which the memory of the model is charged; "" for none.
+    `source` and `previous` are the numbers of the current and the previous source in `sources`; `previous` is 0 without
+    a previous source. `last_ids` are the numbers that were last assigned to a generation and to a source. `owner` is
+    the tenant to which the memory of the model is charged; "" for none.
     """
 
     name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
@@ -111,14 +112,34 @@ class ModelRecord:
 
     @property
     def directories(self) -> list[str]:
-        """The names of the directories of its generations and snapshots."""
+        """The names of the directories of the model's generations and snapshots."""
         snapshots = [snapshot_directory_name(self.name, each.number) for each in self.sources]
         return [*(f"{self.name}.{each.number}" for each in self.generations), *snapshots]
 
 
 @dataclass(frozen=True)
+class ShareRecord:
+    """The persisted share of one version in the requests that name no version."""
+
+    version: int = field(metadata=_COUNT)
+    share: float = field(metadata=number(1.0))
+
+
+@dataclass(frozen=True)
+class RolloutRecord:
+    """The persisted shares that a rollout has set for a model with several versions."""
+
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    shares: tuple[ShareRecord, ...] = field(metadata=list_of(record(ShareRecord), limits.MAX_MODEL_VERSIONS))
+
+
+@dataclass(frozen=True)
 class DeviceRecord:
-    """The free bytes that a card reported before the first model loaded and after the last load; None: unknown."""
+    """The persisted memory of a card.
+
+    `capacity_bytes` is the free memory that the card reported before the first model was loaded, and `free_bytes` the
+    free memory after the last load; None: unknown.
+    """
 
     name: str = field(metadata=_NAME)
     capacity_bytes: int | None = field(default=None, metadata=_COUNT)

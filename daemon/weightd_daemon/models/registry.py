@@ -1,9 +1,12 @@
-"""The registry of served models, and the transition to another configuration without an interruption of service.
+"""The registry of served models, which applies another configuration without interrupting the service.
 
-A model whose configuration changes is loaded again beside the serving one and takes over once it serves. If it cannot
-be loaded, the old model stays. Two rank groups may have no room beside each other: then the old one leaves first, its
-requests wait, and it is loaded again if the new one cannot be. Nothing is loaded if only the batching or splitting of
-requests changes. A removed model accepts no more requests and completes the accepted ones.
+If the configuration of a model changes, a new model is loaded beside the old one and takes over once it serves. If the
+new model cannot be loaded, the old one stays. If only the batching or splitting of requests changes, nothing is loaded.
+
+Two rank groups may not fit on the same cards at once. Then the old model is drained first, and its requests wait for
+the new one. If the new model cannot be loaded, the old one is loaded again.
+
+A model that the new configuration removes accepts no more requests and completes the accepted ones.
 """
 
 from __future__ import annotations
@@ -17,8 +20,7 @@ from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import ModelRecord
 from weightd_daemon.models.versions import IdSequence
 from weightd_daemon.platform.log_setup import subject_extra
-from weightd_daemon.tenants.tenant import Tenant
-from weightd_protocol.errors import NotFound, Unavailable
+from weightd_protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
 
@@ -37,7 +39,7 @@ class ConfigDiff(NamedTuple):
     """The names of the models that a new configuration adds, changes, removes or retries.
 
     Attributes:
-        retried: the unchanged models that have failed and are loaded again.
+        retried: the unchanged models that have failed; they are loaded again.
     """
 
     added: tuple[str, ...]
@@ -59,8 +61,8 @@ class ModelRegistry:
     Attributes:
         models: the models that accept requests, by name.
         is_closed: whether the daemon is stopping and accepts no more requests.
-        changing: the models that a successor will replace once it has loaded, and the models that are leaving. While
-            the list is empty, `reconcile` does nothing.
+        changing: the models that are being replaced by a successor, and the replaced or removed models that are
+            shutting down. While the list is empty, `reconcile` does nothing.
     """
 
     def __init__(self, make_model: MakeModel) -> None:
@@ -70,34 +72,6 @@ class ModelRegistry:
         self._make_model = make_model
         self._id_sequences: dict[str, IdSequence] = {}
         self._past_deaths = 0
-
-    # --- for clients --------------------------------------------------------------------------------------------
-
-    def find(self, name: str, viewer: Tenant) -> ServedModel:
-        """Return a model that this tenant may see.
-
-        Raises:
-            NotFound: no such model exists for this tenant. The error does not reveal whether another tenant can see one
-                of that name.
-        """
-        model = self.models.get(name)
-        if model is None or not viewer.can_see(name):
-            raise self.not_found(name, viewer)
-        return model
-
-    def not_found(self, name: str, viewer: Tenant) -> NotFound:
-        """Return the error for a name that is no model, or no model that this tenant may see."""
-        return NotFound(f"no model {name!r}; there are: {', '.join(self.visible_models(viewer)) or 'none'}")
-
-    def is_visible(self, name: str, viewer: Tenant) -> bool:
-        """Return whether this tenant may see a model of that name."""
-        return name in self.models and viewer.can_see(name)
-
-    def visible_models(self, viewer: Tenant) -> Mapping[str, ServedModel]:
-        """Return the models that this tenant may see."""
-        return {name: model for name, model in self.models.items() if viewer.can_see(name)}
-
-    # --- for the daemon -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Accept no more requests."""
@@ -109,7 +83,7 @@ class ModelRegistry:
             self._start(name, config, now)
 
     def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
-        """Take over the models that the previous daemon has loaded, then apply `configs`."""
+        """Take over the models that the previous daemon has loaded, then apply the configuration `configs`."""
         for record in records:
             self._id_sequences[record.name] = IdSequence(record.last_ids)
             self.models[record.name] = self._make_named(record.name, record.config)
@@ -120,11 +94,11 @@ class ModelRegistry:
         self.apply(diff, configs, now)
 
     def records(self) -> list[ModelRecord]:
-        """Return the records from which the next daemon can `resume` the models."""
+        """Return a record of each model that the next daemon can `resume`."""
         return [record for model in self.models.values() if (record := model.record()) is not None]
 
     def compare(self, configs: Mapping[str, ModelConfig]) -> ConfigDiff:
-        """Return the changes that `configs` would make.
+        """Return the difference between the present configuration of the models and `configs`.
 
         Raises:
             Unavailable: a model that would be changed or removed is being updated.
@@ -145,7 +119,7 @@ class ModelRegistry:
         return diff
 
     def apply(self, diff: ConfigDiff, configs: Mapping[str, ModelConfig], now: float) -> None:
-        """Begin to apply `configs`, whose changes are `diff`."""
+        """Begin to apply the configuration `configs`; `diff` is the result of `compare`."""
         for name in diff.removed:
             self._remove(name, now)
         for name in diff.added:
@@ -158,7 +132,7 @@ class ModelRegistry:
         self.models = {name: self.models[name] for name in configs}
 
     def reconcile(self, now: float) -> None:
-        """Let loaded successors take over, and drain and forget the models that have left."""
+        """Let loaded successors take over; drain replaced and removed models, and delete ended models."""
         for model in list(self.changing):
             if model.successor is not None:
                 self._take_over_if_ready(model, model.successor, now)
@@ -182,13 +156,16 @@ class ModelRegistry:
 
     @property
     def deaths(self) -> int:
-        """The number of processes that exited unexpectedly or had to be killed."""
+        """The number of processes of all models that exited unexpectedly or had to be killed."""
         return self._past_deaths + sum(model.deployments.deaths for model in self.all_models())
 
     # --- private ------------------------------------------------------------------------------------------------
 
     def _is_changed(self, name: str, config: ModelConfig) -> bool:
-        """Compare with the successor if one is loading, so that repeating a reload changes nothing."""
+        """Return whether `config` differs from the configuration of the model, or of its successor if one is loading.
+
+        The comparison with the successor ensures that a repeated reload changes nothing.
+        """
         model = self.models[name]
         return (model.successor or model).config != config
 
@@ -232,7 +209,10 @@ class ModelRegistry:
             model.deployments.reinstate(now)
 
     def _take_over_if_ready(self, old: ServedModel, new: ServedModel, now: float) -> None:
-        """Let the new model take over once it serves, or at once if the old one does not serve."""
+        """Let the new model take over once it serves, or at once if the old one cannot serve.
+
+        If the new model has failed, the new model is dropped and the old one stays.
+        """
         name = old.name
         if new.readiness.is_complete or not old.readiness.may_serve_soon:
             self._take_over(old, new, now)
@@ -242,7 +222,7 @@ class ModelRegistry:
             self._discard_successor(old, now)
 
     def _take_over(self, old: ServedModel, new: ServedModel, now: float) -> None:
-        # Without a successor, the old model counts as leaving.
+        # Without a successor, a model in `changing` is treated as one that is shutting down.
         old.successor = None
         if old not in self.changing:
             self.changing.append(old)
@@ -256,7 +236,7 @@ class ModelRegistry:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
             if model.dispatcher.queued_by_tenant:
-                # A worker exited while the model was leaving, so its requests are back in the queue.
+                # A worker of the old model has exited, and its requests have returned to the old model's queue.
                 replacement.adopt_requests(model, now)
         elif model.dispatcher.is_idle and not model.is_draining:
             model.drain(now)

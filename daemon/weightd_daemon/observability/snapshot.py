@@ -1,7 +1,7 @@
-"""State of the daemon at one moment, as clients see it: complete, or limited to one tenant.
+"""Responses with the state of the daemon at one moment: complete, or limited to the data of one tenant.
 
-`SnapshotBuilder` is the only code that gathers this state. Metrics consist of counters and integers that are at hand; a
-status also has values that the kernel must measure.
+`SnapshotBuilder` is the only code that collects this state. Metrics consist of numbers that the daemon keeps up to
+date. A status also has values that the kernel must measure first.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ from weightd_protocol.messages.status import (
     ProxyStatus,
     RowsCount,
     StatusResponse,
+    VersionSetStatus,
     WorkersStatus,
 )
 from weightd_protocol.version import VERSION
@@ -80,7 +81,7 @@ class Books(NamedTuple):
 
     Attributes:
         usage_table: the usage of tenants.
-        counters: the counters of models.
+        counters: the counters of each model.
         daemon_counters: the counters of the daemon.
     """
 
@@ -90,7 +91,7 @@ class Books(NamedTuple):
 
 
 class ShimView(Protocol):
-    """The shim, as far as a snapshot needs it."""
+    """The shim, as far as a snapshot needs it: its pid."""
 
     @property
     def pid(self) -> int:
@@ -104,20 +105,22 @@ class SnapshotSources:
 
     Attributes:
         registry: the models.
+        version_sets: returns the models with several versions that a tenant can see; with None, all of them.
         supervisor: child processes, their files, and the fork servers.
         devices: the devices of all models, by name.
         load_monitor: the progress of models that are loading.
         books: the persistent counters.
         tenants: the tenants.
-        memory_budget: the memory for messages of clients.
+        memory_budget: the budget for memory that is held for clients.
         proxies: the proxies of the ZeroMQ listeners.
-        shutdown: the state of the daemon's stop.
-        lifecycle: has the memory that is reserved for models.
+        shutdown: knows whether the daemon is stopping.
+        lifecycle: knows how much memory is reserved for each model.
         config_note: returns why the configuration in force differs from the configuration file; "" if it does not.
-        shims: the shim; empty without one.
+        shims: the shim, as the only entry; empty if the daemon has no shim.
     """
 
     registry: ModelRegistry
+    version_sets: Callable[[Tenant | None], tuple[VersionSetStatus, ...]]
     supervisor: ProcessSupervisor
     devices: Mapping[str, DeviceBudget]
     load_monitor: LoadMonitor
@@ -132,11 +135,11 @@ class SnapshotSources:
 
 
 class SnapshotBuilder:
-    """Builder of snapshots of the daemon's state.
+    """Builds status and metrics responses from the current state of the daemon.
 
     Args:
-        sources: the parts of the daemon.
-        sampler: measures memory for metrics.
+        sources: the parts of the daemon from which the state is collected.
+        sampler: measures the memory of processes for metrics.
     """
 
     def __init__(self, sources: SnapshotSources, sampler: MemorySampler | None = None) -> None:
@@ -145,7 +148,7 @@ class SnapshotBuilder:
         self._started_at = time.monotonic()
 
     def pids(self) -> list[int]:
-        """Return the processes whose memory a status contains."""
+        """Return the pids of the processes whose memory is part of the complete status."""
         return [*self._daemon_pids(), *(process.pid for process in self._sources.supervisor.processes.values())]
 
     def log_files(self, model: str) -> dict[int, GenerationFiles]:
@@ -155,14 +158,14 @@ class SnapshotBuilder:
         return {each.number: files[each.label] for each in generations if each.label in files}
 
     def memory_subjects(self, model: str) -> Sequence[MemorySubject]:
-        """Return the processes of a model, whose memory is to be measured."""
+        """Return the `MemorySubject` of each generation of a model; empty for an unknown model."""
         sources = self._sources
         found = sources.registry.models.get(model)
         models = [] if found is None else [found]
         return memory_subjects(models, sources.supervisor.processes, sources.supervisor.storage.files).get(model, ())
 
     def status(self, memory_scan: MemoryScan) -> StatusResponse:
-        """Return the complete status, with the memory that `memory_scan` has read."""
+        """Return the complete status, with the memory of processes that `memory_scan` has measured."""
         sources = self._sources
         supervisor, models = sources.supervisor, list(sources.registry.models.values())
         sources.load_monitor.update(sources.registry.all_models(), event_loop.now())
@@ -188,10 +191,11 @@ class SnapshotBuilder:
             tenants=self._tenant_statuses(models) if sources.tenants.has_tenants else (),
             model_bytes=sources.lifecycle.reservations.reserved_bytes(HOST),
             max_model_bytes=sources.lifecycle.reservations.budgets.capacities.get(HOST, 0),
+            version_sets=sources.version_sets(None),
         )
 
     def tenant_status(self, request_id: str, tenant: Tenant) -> StatusResponse:
-        """Return the status for one tenant: no processes, paths or memory, and nothing about other tenants."""
+        """Return the status for one tenant, without processes, paths, memory and other tenants."""
         models, queued, tenants = self._own(tenant)
         return StatusResponse(
             id=request_id,
@@ -204,10 +208,11 @@ class SnapshotBuilder:
                 tenant_model_status(model, tenant, self._sources.books.usage_table, queued) for model in models
             ),
             tenants=tenants,
+            version_sets=self._sources.version_sets(tenant),
         )
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
-        """Return counters and current state: complete, or limited to the viewer's tenant."""
+        """Return the metrics: complete, or limited to the viewer's tenant if the viewer may not see other tenants."""
         if not viewer.can_see_all:
             return self._tenant_metrics(request_id, viewer.tenant)
         sources = self._sources
@@ -259,7 +264,7 @@ class SnapshotBuilder:
         )
 
     def _own(self, tenant: Tenant) -> tuple[list[ServedModel], QueuedCounts, tuple[TenantStatus, ...]]:
-        """Return the models that a tenant can see, its requests in their queues, and its usage."""
+        """Return the models that a tenant can see, the numbers of queued requests, and the tenant's usage."""
         models = [model for model in self._sources.registry.models.values() if tenant.can_see(model.name)]
         queued = queued_counts(models)
         return (
@@ -280,7 +285,7 @@ class SnapshotBuilder:
         )
 
     def _daemon_pids(self) -> list[int]:
-        """Return the processes of the daemon, the shim and the ZeroMQ proxies."""
+        """Return the pids of the daemon, the shim and the ZeroMQ proxies."""
         return [os.getpid(), *(shim.pid for shim in self._sources.shims), *self._sources.proxies.pids]
 
     @property

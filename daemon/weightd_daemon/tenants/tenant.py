@@ -1,6 +1,6 @@
 """Tenants: their rights, their use of quotas, and the lookup of the tenant of a connected peer.
 
-The tenant of a peer follows only from its credentials, which the kernel or a key proves, never from a message.
+The daemon determines the tenant of a peer only from credentials that the kernel or a key proves, never from a message.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, RIGHTS, STATUS, T
 from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.platform.tenant_lookup import TenantCredentials, TenantLookup
 from weightd_daemon.tenants.usage import Quota
+from weightd_protocol.model_names import split_version
 
 
 class Tenant:
-    """A tenant. The object stays the same across reloads of the configuration.
+    """A tenant. A reload of the configuration keeps the object of an existing tenant and replaces its `config`.
 
     Args:
         name: the name of the tenant's table in the configuration.
-        config: the current configuration.
+        config: the configuration of the tenant.
 
     Attributes:
-        name: as above.
-        config: as above; a reload replaces it.
+        name: the name of the tenant.
+        config: the current configuration, which a reload replaces.
         quota: the tenant's current use of its quotas.
-        known_models: the cached results of `can_see`.
+        known_models: the cached results of `can_see`, by the name of the model.
     """
 
     __slots__ = ("config", "known_models", "name", "quota")
@@ -47,10 +48,10 @@ class Tenant:
         return right in self.config.may
 
     def can_see(self, model: str) -> bool:
-        """Return whether an existing model is visible to the tenant."""
+        """Return whether an existing model, or a version of it, is visible to the tenant."""
         is_visible = self.known_models.get(model)
         if is_visible is None:
-            is_visible = self.known_models[model] = matches(model, self.config.models)
+            is_visible = self.known_models[model] = matches(split_version(model)[0], self.config.models)
         return is_visible
 
     def can_act_for(self, name: str) -> bool:
@@ -59,11 +60,11 @@ class Tenant:
 
 
 class Viewer(NamedTuple):
-    """The tenant for which a client asks about the daemon.
+    """The models and the data that a client may see in reports of the daemon.
 
     Attributes:
-        tenant: the tenant that determines which models are visible.
-        can_see_all: whether the client may also see what concerns other tenants.
+        tenant: the tenant that determines which models the client can see.
+        can_see_all: whether the client may also see the data of other tenants.
     """
 
     tenant: Tenant
@@ -75,19 +76,19 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
-# Without tenants in the configuration, every client that may connect has all rights that do not need an operator.
+# The tenant of every client if the configuration has no tenants: it has all rights that are not reserved for operators.
 DEFAULT_TENANT = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))
 
 _OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
 
 
 class PeerCredential(NamedTuple):
-    """The proven identity of a peer.
+    """The proven identity of a connected peer.
 
     Attributes:
-        uid: the user of the peer of a Unix socket; None over TCP.
-        gids: the groups of that peer.
-        key: the public key in Z85; "" if the peer has none.
+        uid: the user id of a peer on a Unix socket; None over TCP.
+        gids: the group ids of a peer on a Unix socket; empty over TCP.
+        key: the public CURVE key of the peer in Z85; "" if the peer has none.
         is_operator: whether the peer is root or the user of the daemon, and has connected to the daemon directly.
     """
 
@@ -104,17 +105,17 @@ class TenantResolver:
         tenants: the configured tenants by name.
 
     Attributes:
-        operators: the tenant of operators that belong to no configured tenant.
+        operators: the tenant of the operators that belong to no configured tenant.
     """
 
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants: dict[str, Tenant] = {}
-        # No configured tenant can have this name.
+        # No configured tenant can have a name with parentheses.
         self.operators = Tenant("(operators)", _OPERATORS_CONFIG)
         self.configure(tenants)
 
     def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
-        """Replace the configured tenants; a tenant that stays keeps its object."""
+        """Replace the configured tenants; a tenant with the same name as before keeps its object."""
         previous, self._tenants = self._tenants, {}
         for name, config in tenants.items():
             tenant = self._tenants[name] = previous.get(name) or Tenant(name, config)
@@ -139,9 +140,10 @@ class TenantResolver:
         return self._tenants.get(name)
 
     def tenant_of(self, credential: PeerCredential) -> Tenant | None:
-        """Return the tenant of a peer, or None if the peer belongs to none.
+        """Return the tenant of a peer; None if the peer belongs to no tenant.
 
-        The key takes precedence over the uid, and the uid over the groups, in the order in which the kernel lists them.
+        A tenant with the peer's key takes precedence, then one with its user id, then one with a group id of the peer;
+        groups are checked in the order in which the kernel lists them.
         """
         if not self._tenants:
             return DEFAULT_TENANT
@@ -153,11 +155,12 @@ class TenantResolver:
 
 
 def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[TenantCredentials]:
-    """Return which users, groups and keys belong to the configured tenants.
+    """Return the user ids, group ids and public keys of each configured tenant.
 
     Args:
         tenants: the configured tenants by name.
-        admitted: the tenants that a listener admits; empty for all. The members of others get `NO_TENANT`.
+        admitted: the tenants that a listener admits; empty for all. The ids and keys of other tenants are returned
+            under the name `NO_TENANT`.
     """
     return [
         TenantCredentials(

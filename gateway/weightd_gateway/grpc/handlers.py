@@ -35,42 +35,41 @@ _log = logging.getLogger("weightd.gateway.grpc")
 
 T = TypeVar("T")
 
-# gRPC's classes are generic only in the type stubs.
+# gRPC's classes are generic only in the type stubs, so these types must be quoted.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
 
-# Shorter responses need no permit: they are usually sent at once, and there are at most as many as calls.
+# Responses with fewer bytes need no permit: they are usually sent at once, and the limit of calls limits their number.
 MIN_RESERVED_BYTES = 64 * 1024
 
-# From this HTTP status on, the error is not the caller's.
+# The lowest HTTP status of errors that the caller has not caused.
 _SERVER_ERROR = 500
 
 # Seconds between two log lines about errors of the same code for the same caller, so that retries do not fill the log.
 _LOG_INTERVAL_S = 10.0
 
-# Limit of messages without tensors. gRPC's library would accept the size of a tensor, and parsed fields can take a
-# hundred times the size of the message.
+# Maximum bytes of a message without tensors. The limit of gRPC's library allows tensors; but the parsed fields of a
+# message can take a hundred times its size.
 MAX_SMALL_MESSAGE_BYTES = 64 * 1024
 
-# A client that has not sent its whole message by then is charged for a message of the maximum size.
+# Seconds within which the message of a call should arrive. After this time the call must reserve the maximum size.
 RECEIVE_GRACE_S = 1.0
 
-# A timer that is late by this many seconds indicates that the process was stopped.
+# A timer that fires this many seconds late indicates that the process was suspended, for example by SIGSTOP.
 _OVERSLEPT_S = 0.5
 
-# Limit of unauthenticated calls, which is separate from the permits of authenticated callers.
+# Maximum number of unauthenticated calls in progress. The limit for authenticated callers is separate.
 MAX_PROBES = 64
 
-# Calls, beyond the limit of requests in flight, whose responses gRPC's library has not sent completely.
+# Maximum number of calls whose response gRPC's library has not sent completely, in addition to the requests in flight.
 MAX_UNSENT_CALLS = 256
 
 PROBE_CALLER = Caller(None, "probe")
-"""The caller of health probes, which need no credentials; the gateway forwards them under its own identity."""
+"""The caller of health probes, which need no credentials; the gateway sends probes under its own identity."""
 
-# The error text and its details are sent as headers. A client rejects headers of more than 8 KiB with some probability,
-# and of more than 16 KiB always. A byte of text takes up to three bytes there (percent-encoding), a byte of details
-# four thirds (base64).
+# Maximum bytes of an error text. Headers contain the text twice: percent-encoded, which takes up to three times the
+# size, and in the details (base64). Clients may reject headers of more than 8 KiB, and always reject more than 16 KiB.
 MAX_TEXT_BYTES = 1500
 
 _RETRY_INFO_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
@@ -79,10 +78,10 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class RpcContext(NamedTuple):
-    """An admitted call.
+    """An authenticated call that holds a permit.
 
     Attributes:
-        caller: the caller.
+        caller: the authenticated caller.
         permit: the permit of the request.
         traceparent: the header of W3C Trace Context; "" without one.
         time_left_s: seconds until the deadline; None without a deadline.
@@ -97,10 +96,10 @@ class RpcContext(NamedTuple):
 
 
 class Unimplemented(InvalidArgument):
-    """A method that weightd does not support; only gRPC has a status for this."""
+    """The called method is not supported by weightd. Only gRPC has a status for this error."""
 
 
-# A function from a call and its parsed message to the bytes of the response.
+# Implements a gRPC method: takes the call and the parsed message, returns the bytes of the response.
 Method = Callable[[RpcContext, Any], Awaitable[bytes]]
 
 
@@ -112,23 +111,23 @@ class RpcConnections(Protocol):
         ...
 
     def receiving(self, called: str) -> AbstractContextManager[None]:
-        """Allow a connection to send long messages within the block."""
+        """Allow the connection with the library's name `called` to send long messages within the block."""
         ...
 
     def is_full(self, called: str) -> bool:
-        """Return whether a connection has sent too many bytes of messages for which no call waits."""
+        """Return whether the calls of a connection have sent too many bytes of messages without getting a response."""
         ...
 
 
 class RpcHandlers:
     """Creates the handlers of gRPC calls.
 
-    Each unary method is registered as a client-streaming method from which the handler reads one message. In this way
-    the caller is authenticated, and has a permit, before any byte of the message is stored.
+    Each unary method is registered as a client-streaming method. So its handler can authenticate the caller and get a
+    permit before gRPC's library receives the one message.
 
     Args:
-        authenticator: returns the current authenticator; called for each call.
-        admission: the limits for requests.
+        authenticator: returns the current authenticator, which a reload may have replaced.
+        admission: limits the requests in flight and their bytes.
         max_bytes: the maximum size of a message.
         receive_timeout_s: seconds within which the message of an admitted call must arrive.
         connections: the connections of the clients.
@@ -189,10 +188,10 @@ class RpcHandlers:
         return grpc.stream_unary_rpc_method_handler(report_errors(handle))
 
     async def receive_probe(self, context: Context, parse: Parse) -> Any:
-        """Return the parsed message of an unauthenticated call.
+        """Receive and parse the message of an unauthenticated call.
 
         Raises:
-            ResourceExhausted: too many such calls are in progress.
+            ResourceExhausted: too many unauthenticated calls are in progress.
             RequestError: the message is missing or invalid.
         """
         with self._probe_admission.admit(self.anonymous_caller(context)) as permit:
@@ -201,14 +200,14 @@ class RpcHandlers:
             )
 
     def anonymous_caller(self, context: Context) -> Caller:
-        """Return a caller without credentials, named after its user or host, so that each peer gets its own share."""
+        """Return a caller without credentials, named after the client's peer, so that each peer has its own share."""
         return Caller(None, self._connections.peer_of(context.peer()).key)
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
         """Authenticate the caller and hold a permit within the block.
 
-        Unauthenticated calls get the probe caller instead, and a permit of a separate limit.
+        A call of a method without authentication gets `PROBE_CALLER`, and a permit of a separate limit.
 
         Raises:
             Unauthenticated: the credentials are missing or unknown.
@@ -242,7 +241,7 @@ class RpcHandlers:
     def log_call(
         self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None
     ) -> None:
-        """Log the end of a request: at debug level, but errors of the service as rate-limited warnings."""
+        """Log a request's result at debug level, but errors that the caller has not caused as rate-limited warnings."""
         caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
@@ -262,30 +261,27 @@ class RpcHandlers:
 
         gRPC's library does not report a message before it is complete, but stores the part that has arrived. After the
         grace period, an authenticated call therefore reserves the maximum size of a message, and an unauthenticated
-        call fails. If the method expects a short message, the relay forwards only the beginning of a long one, and the
-        call fails at the next of the checks that follow each grace period.
+        call fails. If the method expects a short message, the relay forwards only the beginning of a long one. The call
+        then fails at the end of the next such period.
 
         Raises:
             InvalidArgument: the client sent no message.
             TooLarge: the message is too long for the method.
             DeadlineExceeded: the message did not arrive in time.
-            ResourceExhausted: the bytes are in use at the moment.
+            ResourceExhausted: other requests have reserved too many bytes at the moment.
         """
-        has_reserved = False
 
         def on_slow() -> None:
-            nonlocal has_reserved
             if self._connections.is_full(context.peer()):
-                # The bytes may belong to another call of the connection; gRPC's library does not say to which.
+                # The bytes may be from another call of this connection: gRPC's library does not report from which call.
                 raise TooLarge(
                     "the calls of this connection have sent too many bytes before a response; a message of this method"
                     f" has at most {max_bytes} bytes"
                 )
             if is_unauthenticated:
                 _raise_deadline_exceeded(RECEIVE_GRACE_S)
-            if not has_reserved:
+            if not permit.reserved_bytes:
                 permit.reserve(self.max_bytes)
-                has_reserved = True
 
         expected = self.receiving(context) if max_bytes > MAX_SMALL_MESSAGE_BYTES else nullcontext()
         with (
@@ -303,21 +299,13 @@ class RpcHandlers:
 
 
 def check_length(message: Sized, max_bytes: int = MAX_SMALL_MESSAGE_BYTES) -> None:
-    """Check the length of a message.
-
-    Raises:
-        TooLarge: the message is longer than `max_bytes`.
-    """
+    """Raise `TooLarge` if a message is longer than `max_bytes`."""
     if len(message) > max_bytes:
         raise TooLarge(f"expected a message of at most {max_bytes} bytes, got {len(message)}")
 
 
 def parse_message(message: bytes, parse: Parse) -> Any:
-    """Return the parsed message.
-
-    Raises:
-        InvalidArgument: the bytes are not such a message.
-    """
+    """Return the parsed message; raise `InvalidArgument` if the bytes are not a valid message."""
     try:
         return parse(message)
     except DecodeError:
@@ -325,13 +313,13 @@ def parse_message(message: bytes, parse: Parse) -> Any:
 
 
 def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
-    """Return the handler with error handling: errors are sent to the caller, unexpected errors are logged."""
+    """Wrap a handler: send its errors to the caller as gRPC status, and log unexpected errors."""
 
     async def call(messages: Any, context: Context) -> T:
         try:
             return await handle(messages, context)
         except grpc.aio.BaseError:
-            raise  # gRPC's own errors, which concern a call that has ended
+            raise  # an error of gRPC's library: the call has already ended
         except WeightdError as error:
             await _abort(context, error)
         except Exception as error:  # noqa: BLE001 - gRPC would send its whole text to the caller
@@ -383,10 +371,10 @@ def rpc_status(error: RequestError) -> RpcStatus:
 
 @contextmanager
 def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, None, None]:
-    """Limit the time of the block, which receives a message.
+    """Limit the time for the block, which receives a message, to `timeout_s` seconds.
 
     Raises:
-        DeadlineExceeded: the time is over; `setting` names the setting in the error text.
+        DeadlineExceeded: the block took longer. The error text ends with `setting`.
     """
     with _call_every(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
         yield
@@ -394,24 +382,21 @@ def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, Non
 
 @contextmanager
 def _call_every(seconds: float, on_timeout: Callable[[], None]) -> Generator[None, None, None]:
-    """Call `on_timeout` every `seconds` during the block; if that raises an error, the block ends with it."""
+    """Call `on_timeout` every `seconds` during the block; an error of the function ends the block with this error."""
     task, loop = cast("asyncio.Task[Any]", asyncio.current_task()), asyncio.get_running_loop()
     error: RequestError | None = None
     timer: asyncio.TimerHandle
 
     def on_timer() -> None:
         nonlocal error, timer
-        if loop.time() > timer.when() + _OVERSLEPT_S:
-            # The process was stopped, so data that arrived in the meantime has not been read yet.
-            timer = loop.call_later(seconds, on_timer)
-            return
-        try:
-            on_timeout()
-        except RequestError as raised:
-            error = raised
-            task.cancel()
-        else:
-            timer = loop.call_later(seconds, on_timer)
+        if loop.time() <= timer.when() + _OVERSLEPT_S:  # else data that arrived during a pause has not been read yet
+            try:
+                on_timeout()
+            except RequestError as raised:
+                error = raised
+                task.cancel()
+                return
+        timer = loop.call_later(seconds, on_timer)
 
     timer = loop.call_later(seconds, on_timer)
     try:
@@ -429,14 +414,14 @@ def _raise_deadline_exceeded(seconds: float, setting: str = "") -> None:
 
 
 def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
-    """Count a call of the caller until the call has ended.
+    """Count a call towards the caller's share of `limit` until the call has ended.
 
-    If the client does not read its response, the call ends long after its handler. gRPC's library does not let the
-    gateway withdraw the response, and has one limit of calls for all callers together. This limit keeps a single caller
-    from using it up.
+    A call ends only when the client has read the response, which may be long after the handler has returned. The
+    gateway cannot withdraw the response, and gRPC's library has one limit of calls for all callers together. `limit`
+    keeps a single caller from using up the library's limit.
 
     Raises:
-        ResourceExhausted: the caller's share is used up. The error has no message that the client would have to read.
+        ResourceExhausted: the caller's share is used up. This error ends the call, even if the client reads nothing.
     """
     if not limit.take(caller):
         raise ResourceExhausted("the caller has reached its share of calls with unread responses at this gateway")
@@ -448,7 +433,7 @@ def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
 
 
 def _release_when_done(context: Any, permit: Permit) -> None:
-    """Hold a permit until the call has ended for any reason."""
+    """Release a permit when the call has ended, for any reason."""
 
     def release(_: object) -> None:
         permit.release()

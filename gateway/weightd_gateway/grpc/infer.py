@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from weightd_gateway import tensors
+from weightd_gateway import oip_view, tensors
 from weightd_gateway.daemon_client import DaemonClient, InferenceResult
 from weightd_gateway.error_codes import TooLarge, to_request_error
 from weightd_gateway.grpc.handlers import Context, Handler, RpcContext, RpcHandlers, report_errors
@@ -25,7 +25,6 @@ from weightd_gateway.grpc.requests import (
 from weightd_gateway.grpc.schema import INFERENCE
 from weightd_gateway.grpc.streams import WaitingCalls
 from weightd_gateway.grpc.wire_format import fast_parse
-from weightd_gateway.oip_view import VERSION
 from weightd_gateway.tensors import Array
 from weightd_protocol.errors import InvalidArgument, WeightdError
 from weightd_protocol.schema import label
@@ -33,15 +32,16 @@ from weightd_protocol.tensors import frame_of
 
 _Response, _Streamed = INFERENCE["ModelInferResponse"], INFERENCE["ModelStreamInferResponse"]
 
-# Tags of fields 3, 6 and 2. All have the wire type of bytes, so a length follows.
+# Protobuf tags of `ModelInferResponse.id` (field 3), `ModelInferResponse.raw_output_contents` (6) and
+# `ModelStreamInferResponse.infer_response` (2). In the message, a length and the bytes follow each tag.
 _ID_TAG = b"\x1a"
 _RAW_OUTPUT_TAG = b"\x32"
 _INFER_RESPONSE_TAG = b"\x12"
 
-# Maximum size of a protobuf message.
+# Maximum bytes of a protobuf message.
 _MAX_BYTES = 2**31 - 1
 
-# Triton's parameter that marks the last response to a request. Here every request has exactly one response.
+# Triton's parameter that marks the last response to a request. In weightd, every request has exactly one response.
 _FINAL_PARAMETER = "triton_final_response"
 
 
@@ -51,7 +51,7 @@ class GrpcInference:
     Args:
         daemon_client: the client of the daemon.
         shm_resolver: gives access to tensors in shared memory.
-        streams: the limit of `ModelStreamInfer` calls.
+        streams: limits the number of `ModelStreamInfer` calls.
     """
 
     def __init__(self, daemon_client: DaemonClient, shm_resolver: ShmResolver, streams: WaitingCalls) -> None:
@@ -66,7 +66,7 @@ class GrpcInference:
             with calls.admit(context) as call:
                 caller = call.caller
             with self._streams.admit(caller), calls.receiving(context):
-                # Only one message is read at a time; further messages of the client wait in the relay.
+                # The next message is read only after the response to this message has been written.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(time_left_s=context.time_remaining())
                     answer = await self._infer_streamed(calls, call, message)
@@ -86,7 +86,7 @@ class GrpcInference:
         return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
     async def _infer_streamed(self, calls: RpcHandlers, call: RpcContext, message: bytes) -> bytes:
-        """Return the response to one request of a stream; an error becomes a message, and the stream continues."""
+        """Return the response to one request of a stream; an error is returned as a response, too."""
         started_at = time.monotonic()
         try:
             with calls.admission.admit(call.caller) as permit:
@@ -110,7 +110,7 @@ def _as_received(message: bytes) -> bytes:
 
 
 def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_final: bool = False) -> bytes:
-    """Return the bytes of a response, and write outputs to shared memory where the request says so.
+    """Return the bytes of a response; write the outputs for which the request names a region to shared memory.
 
     Args:
         infer_request: the parsed request.
@@ -125,7 +125,8 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
         head, contents = _encode_placed(infer_request, result, is_final=is_final)
     else:
         shapes = tuple([(name, tensors.datatype_of(array), array.shape) for name, array in result.items()])
-        head, contents = _encode_head(request.model, shapes, is_final=is_final), [*map(frame_of, result.values())]
+        answered = getattr(result, "model", request.model)
+        head, contents = _encode_head(answered, shapes, is_final=is_final), [*map(frame_of, result.values())]
     parts: list[bytes | memoryview] = [head]
     if request.id:
         request_id = request.id.encode()
@@ -137,7 +138,7 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
 
 @functools.lru_cache(maxsize=256)
 def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool) -> bytes:
-    """Return the bytes of a response without its id and contents, which are the same for many responses."""
+    """Return the bytes of a response without id and contents; cached, because many responses differ only in these."""
     head = _new_response(model, is_final=is_final)
     for name, datatype, shape in shapes:
         head.outputs.add(name=name, datatype=datatype, shape=shape)
@@ -149,7 +150,7 @@ def _encode_placed(
     infer_request: InferRequest, result: InferenceResult, *, is_final: bool
 ) -> tuple[bytes, list[memoryview]]:
     """Write outputs to shared memory; return the bytes of the response without id and contents, and the contents."""
-    head = _new_response(infer_request.request.model, is_final=is_final)
+    head = _new_response(getattr(result, "model", infer_request.request.model), is_final=is_final)
     contents: list[memoryview] = []
     for name, array in result.items():
         output = head.outputs.add(name=name, datatype=tensors.datatype_of(array), shape=array.shape)
@@ -159,7 +160,7 @@ def _encode_placed(
 
 
 def _new_response(model: str, *, is_final: bool) -> Any:
-    head = _Response(model_name=model, model_version=VERSION)
+    head = _Response(model_name=oip_view.model_of(model), model_version=oip_view.version_of(model))
     if is_final:
         head.parameters[_FINAL_PARAMETER].bool_param = True
     return head
@@ -187,7 +188,7 @@ def encode_stream_error(request_id: bytes, text: str) -> bytes:
 
 
 def _write_output(name: str, array: Array, target: OutputTarget, output: Any) -> memoryview:
-    """Write an output to its region, describe the location in `output`, and return the content for the message."""
+    """Write an output to shared memory, and its location to `output`; return the message's empty content."""
     region, shm_slice = target
     if array.nbytes > shm_slice.nbytes:
         raise InvalidArgument(f"output {label(name)}: {SIZE}: expected at least {array.nbytes}, got {shm_slice.nbytes}")
@@ -195,7 +196,7 @@ def _write_output(name: str, array: Array, target: OutputTarget, output: Any) ->
     output.parameters[REGION].string_param = region
     output.parameters[OFFSET].int64_param = shm_slice.offset
     output.parameters[SIZE].int64_param = array.nbytes
-    # Clients match contents to outputs by their position, so the output needs an empty content.
+    # Clients match the contents of a message to its outputs by position, so this output needs a content without bytes.
     return memoryview(b"")
 
 

@@ -1,4 +1,4 @@
-"""Methods of `inference.GRPCInferenceService` for health, metadata, statistics and shared memory: all but inference."""
+"""Methods of `inference.GRPCInferenceService` except inference: health, metadata, statistics and shared memory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from weightd_gateway import oip_view
 from weightd_gateway.daemon_client import DaemonClient
 from weightd_gateway.grpc.handlers import Handler, Method, RpcContext, RpcHandlers, Unimplemented
-from weightd_gateway.grpc.requests import check_local, check_version, model_of
+from weightd_gateway.grpc.requests import check_local, model_of
 from weightd_gateway.grpc.schema import INFERENCE
 from weightd_gateway.grpc.wire_format import checked_parser
 from weightd_gateway.oip_view import View
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.errors import InvalidArgument, Unavailable
 
-# Methods for health probes, which have no token.
+# Names of the methods without authentication, because health probes have no token.
 _UNAUTHENTICATED = frozenset({"ServerLive", "ServerReady"})
 
-# The settings of a Triton server whose tracing is off; each value becomes a list.
+# The trace settings of a Triton server whose tracing is off. In the response, each value is a list of one text.
 _TRACE_SETTINGS = {
     "trace_level": "OFF",
     "trace_rate": "0",
@@ -98,8 +98,8 @@ class ModelApi:
         return _encode("ServerReadyResponse", {"ready": await self._is_ready(call, "")})
 
     async def _model_ready(self, call: RpcContext, request: Any) -> bytes:
-        check_version(request.version)
-        return _encode("ModelReadyResponse", {"ready": await self._is_ready(call, model_of(request.name))})
+        model = model_of(request.name, request.version)
+        return _encode("ModelReadyResponse", {"ready": await self._is_ready(call, model)})
 
     async def _is_ready(self, call: RpcContext, model: str) -> bool:
         try:
@@ -114,19 +114,18 @@ class ModelApi:
         )
 
     async def _model_metadata(self, call: RpcContext, request: Any) -> bytes:
-        check_version(request.version)
-        answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
-        return _encode("ModelMetadataResponse", oip_view.model_metadata(answer))
+        answer = await self._daemon_client.metadata(call.caller, model_of(request.name, request.version))
+        names = (await self._daemon_client.server(call.caller)).models
+        return _encode("ModelMetadataResponse", oip_view.model_metadata(answer, names))
 
     async def _model_config(self, call: RpcContext, request: Any) -> bytes:
-        check_version(request.version)
-        answer = await self._daemon_client.metadata(call.caller, model_of(request.name))
+        answer = await self._daemon_client.metadata(call.caller, model_of(request.name, request.version))
         return _encode("ModelConfigResponse", {"config": oip_view.model_config(answer)})
 
     async def _model_statistics(self, call: RpcContext, request: Any) -> bytes:
-        check_version(request.version)
+        model = model_of(request.name, request.version) if request.name else ""
         metrics = await self._daemon_client.metrics(call.caller)
-        return _encode("ModelStatisticsResponse", oip_view.statistics(metrics, request.name))
+        return _encode("ModelStatisticsResponse", oip_view.statistics(metrics, model))
 
     async def _repository_index(self, call: RpcContext, request: Any) -> bytes:
         metrics = await self._daemon_client.metrics(call.caller)
@@ -167,7 +166,8 @@ class ModelApi:
         raise Unimplemented("weightd does not support CUDA shared memory")
 
     async def _cuda_unregister(self, call: RpcContext, request: Any) -> bytes:
-        # No region exists, so there is nothing to remove. Some clients call this method first, whatever they use.
+        # No CUDA region can exist, so there is nothing to remove. The call succeeds, because some clients make it
+        # before they use system shared memory.
         return _encode("CudaSharedMemoryUnregisterResponse", {})
 
     async def _trace_setting(self, call: RpcContext, request: Any) -> bytes:

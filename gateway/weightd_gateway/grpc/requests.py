@@ -14,15 +14,15 @@ from weightd_gateway.error_codes import TooLarge
 from weightd_gateway.grpc.handlers import RpcContext, parse_message
 from weightd_gateway.grpc.schema import INFERENCE
 from weightd_gateway.grpc.wire_format import check_fields, fast_parse, layout_of
-from weightd_gateway.oip_view import VERSION
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions, ShmSlice
 from weightd_gateway.tensors import Array
 from weightd_protocol import limits
-from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument
+from weightd_protocol.model_names import join_version
 from weightd_protocol.schema import describe_value, label
 
-# The field of `contents` for values of a datatype that are not in `raw_input_contents`.
+# For each datatype, the field of `InferTensorContents` that holds the values of a tensor in typed form.
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -37,7 +37,7 @@ _CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
 }
 
-# numpy's types of the values in these fields.
+# For each field of `InferTensorContents`, numpy's data type of the values.
 _SOURCE_DTYPES: Mapping[str, str] = {
     "bool_contents": "?",
     "int_contents": "<i4",
@@ -50,10 +50,11 @@ _SOURCE_DTYPES: Mapping[str, str] = {
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 
-# Limit of the parameters of a request or tensor; clients send a few.
+# Maximum number of parameters of a request or tensor. Clients send only a few.
 MAX_PARAMETERS = 64
 
-# Parameters of stateful sequences, which weightd does not support. Clients send 0, false and "" for "not set".
+# Parameters of stateful sequences of requests, which weightd does not support. Clients that use no sequences may send
+# the values 0, false and "".
 _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 _NO_CONTENTS = INFERENCE["InferTensorContents"]()
@@ -61,22 +62,22 @@ _NO_CONTENTS = INFERENCE["InferTensorContents"]()
 _Request = INFERENCE["ModelInferRequest"]
 _LAYOUT = layout_of(_Request.DESCRIPTOR)
 
-# Limit of a message without its raw contents, as for JSON, because parsing blocks the event loop.
+# Maximum bytes of a message's header, which is the message without its raw contents. The limit is the same as for JSON.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
-# Limit of a message with more fields than usual: two bytes of it may become an object of a hundred bytes.
+# Maximum bytes of a message that `fast_parse` cannot split: two bytes of it may become an object of a hundred bytes.
 MAX_UNUSUAL_BYTES = 1024 * 1024
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""A parser process parses longer headers, as it does for JSON."""
+"""Headers with more bytes are parsed in a parser process, because parsing them would block the event loop."""
 
-# Limit of headers whose parsed form is cached, because clients send the same headers repeatedly.
+# Maximum bytes of a header whose parsed form is cached, because clients send the same header repeatedly.
 _MAX_CACHED_BYTES = 2048
 _CACHE_SIZE = 1024
 
 
 class ShmResolver(NamedTuple):
-    """Gives access to tensors in shared memory, and to the parser processes.
+    """Objects that parsing a request needs: access to tensors in shared memory, and the parser processes.
 
     Attributes:
         regions: the regions that callers have registered.
@@ -90,11 +91,11 @@ class ShmResolver(NamedTuple):
 
 
 class OutputTarget(NamedTuple):
-    """The location of an output in shared memory.
+    """The location in shared memory to which an output will be written.
 
     Attributes:
         region: the caller's name of the region.
-        shm_slice: the part of the region for the output.
+        shm_slice: the part of the region that receives the output.
     """
 
     region: str
@@ -114,7 +115,7 @@ class InferRequest(NamedTuple):
 
 
 class InputTensor(NamedTuple):
-    """An input and the source of its data: `values`, a region, or the raw contents otherwise."""
+    """An input whose data are `values`, or in shared memory (`region`), or otherwise in the raw contents."""
 
     name: str
     datatype: str
@@ -124,10 +125,10 @@ class InputTensor(NamedTuple):
 
 
 class ParsedHeader(NamedTuple):
-    """The parsed message without its tensors, which is the same for many requests.
+    """The parsed header of a message: the message without its raw contents. Many requests have the same header.
 
     Attributes:
-        regions: parameters of the outputs that are to be written to shared memory, by output name.
+        regions: by output name, the parameters of each output that will be written to shared memory.
         contents, id: set only if `fast_parse` did not split the message.
     """
 
@@ -147,11 +148,11 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
     Raises:
         InvalidArgument: a field is invalid; the text names it.
         NotFound: the version or a region does not exist.
-        TooLarge: the part that is not raw content is too long.
-        ResourceExhausted: the bytes of its tensors are in use at the moment.
+        TooLarge: the message without its raw contents is too long.
+        ResourceExhausted: other requests have reserved too many bytes at the moment.
     """
     if len(message) > PARSER_PROCESS_BYTES:
-        # Checking the fields here is cheaper than splitting an invalid message and sending it to a parser process.
+        # Reject an invalid message before it is split and sent to a parser process, which would cost more time.
         parse_message(message, _check_fields)
     header, request_id, contents = fast_parse(message)
     _check_header(len(header), MAX_UNUSUAL_BYTES if header is message else MAX_HEADER_BYTES)
@@ -160,7 +161,7 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
     elif len(header) <= PARSER_PROCESS_BYTES:
         form = _parse_header(header)
     else:
-        # The parser process receives a copy.
+        # The permit also covers the copy of the header that the parser process receives.
         call.permit.reserve(len(header))
         form = await shm_resolver.parsers.run(call.caller, len(header), _parse_header, PickleBuffer(header))
     request = InferenceRequest(
@@ -196,12 +197,11 @@ def _parse(message: bytes) -> Any:
 
 def _parse_header(header: bytes) -> ParsedHeader:
     request = parse_message(header, _parse)
-    check_version(request.model_version)
     values = parse_parameters("parameters", request.parameters)
     check_parameters(values)
     outputs, regions = _parse_outputs(request.outputs)
     return ParsedHeader(
-        model_of(request.model_name),
+        model_of(request.model_name, request.model_version),
         _parse_inputs(request.inputs),
         outputs,
         regions,
@@ -215,23 +215,13 @@ def _parse_header(header: bytes) -> ParsedHeader:
 _parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_header)
 
 
-def model_of(name: str) -> str:
-    """Return the model name of a request.
+def model_of(name: str, version: str = "") -> str:
+    """Return the daemon's name of the model in a request, or of its version.
 
     Raises:
         InvalidArgument: the name is empty or too long.
     """
-    return _check_name("model_name", name)
-
-
-def check_version(version: str) -> None:
-    """Check the requested model version; every model has exactly one.
-
-    Raises:
-        NotFound: the version does not exist.
-    """
-    if version not in ("", VERSION):
-        raise NotFound(f"model_version: expected {VERSION!r} or none, got {describe_value(version)}")
+    return _check_name("model_name", join_version(name, version) if name else name)
 
 
 def _parse_id(content: bytes) -> str:
@@ -278,7 +268,7 @@ def _make_inputs(
         elif each.values is not None:
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none together with raw_input_contents")
-            # A value of one byte in the message may have eight bytes in the array.
+            # The array may be larger than the values in the message, where a small integer takes only one byte.
             call.permit.reserve(each.values.nbytes)
             inputs[each.name] = each.values
         elif used_contents < len(contents):
@@ -312,7 +302,7 @@ def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContex
 
 
 def _parse_typed(name: str, datatype: str, shape: Sequence[int], contents: Any, max_values: int) -> Array:
-    """Return the tensor of typed values: at most `max_values`, all in the field for its datatype."""
+    """Return the tensor of an input with typed contents: at most `max_values` values, all in the datatype's field."""
     expected = _CONTENTS.get(datatype)
     if expected is None:
         raise InvalidArgument(f"{label(name)}: {datatype} can be sent only in raw_input_contents")
@@ -353,7 +343,7 @@ def _check_name(field: str, name: str) -> str:
     return name
 
 
-# --- parameters: options of a request beside its tensors --------------------------------------------------------------
+# --- parameters: options of a request or tensor --------------------------------------------------------------
 
 
 def parse_parameters(field: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -398,7 +388,7 @@ def timeout_of(parameters: Mapping[str, Any]) -> float | None:
 
 
 def earlier_timeout(requested_s: float | None, time_left_s: float | None) -> float | None:
-    """Return the earlier of the requested timeout and the call's deadline in seconds; None without either.
+    """Return the seconds until the requested timeout or the call's deadline, whichever is earlier; None without both.
 
     Raises:
         DeadlineExceeded: the deadline has passed.
@@ -425,7 +415,7 @@ def priority_of(parameters: Mapping[str, Any]) -> int | None:
 
 
 def shm_slice_of(parameters: Mapping[str, Any], call: RpcContext, regions: RegisteredRegions) -> ShmSlice:
-    """Return the location of a tensor from its parameters.
+    """Return the location of a tensor in shared memory that the tensor's parameters describe.
 
     Raises:
         InvalidArgument: the caller is not on this host, or the tensor extends beyond the region.

@@ -38,7 +38,7 @@ from weightd_protocol.schema import label
 
 _log = logging.getLogger("weightd.gateway.http")
 
-# Limit of bodies without tensors, such as the parameters of a region or an index.
+# Maximum bytes of a request body without tensors, such as the parameters of a shared-memory region.
 _MAX_PARAMETER_BYTES = 64 * 1024
 
 # Operations without authentication. Health probes have no token, and their responses reveal only whether the server is
@@ -46,18 +46,18 @@ _MAX_PARAMETER_BYTES = 64 * 1024
 _UNAUTHENTICATED = frozenset({Operation.LIVE, Operation.READY, Operation.PAGE})
 _PROBE = Caller(None, "probe")
 
-# Limit of readiness probes that wait for the daemon. If the daemon hangs, they cannot take all connections.
+# Maximum number of readiness probes that wait for the daemon. If the daemon hangs, probes cannot take all connections.
 MAX_PROBES = 64
 
 _SERVER_ERROR = 500
 
-# The code with which WebSockets are closed, because the application does not support them.
+# Close code for WebSockets, which the application does not support.
 _CLOSE_UNSUPPORTED = 1003
 
 # Seconds between two log lines about errors of one status for one caller, so that retries do not fill the log.
 _LOG_INTERVAL_S = 10.0
 
-# The response of a Triton server whose tracing is off.
+# The trace settings of a Triton server whose tracing is off.
 _TRACE_SETTINGS: Mapping[str, Any] = {
     "trace_level": ["OFF"],
     "trace_rate": "0",
@@ -84,8 +84,8 @@ class HttpApi:
     Args:
         gateway: the state that all frontends share.
         hosts: allowed values of the Host header.
-        caller: the caller of every request, if a proxy of the other server authenticates them; None: authenticate each
-            request.
+        caller: the caller of all requests if a proxy in front of the other ASGI server has authenticated them; None:
+            authenticate each request.
         body_timeout_s: seconds within which the body of a request must arrive; None if the server enforces a limit.
     """
 
@@ -212,7 +212,8 @@ class HttpApi:
         )
 
     async def _model(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        return json_reply(oip_view.model_metadata(await self._daemon_client.metadata(caller, name)))
+        answer = await self._daemon_client.metadata(caller, name)
+        return json_reply(oip_view.model_metadata(answer, (await self._daemon_client.server(caller)).models))
 
     async def _config(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         return json_reply(oip_view.model_config(await self._daemon_client.metadata(caller, name)))
@@ -228,7 +229,8 @@ class HttpApi:
 
     async def _metrics(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         metrics = await self._daemon_client.metrics(caller)
-        # The client returns the same object to all callers within a second, so its text is rendered once.
+        # Within a second, the daemon client returns the same metrics to all callers of a tenant. Render their text only
+        # once.
         latest = self._expositions.get(caller.tenant)
         if latest is None or latest[0] is not metrics:
             latest = self._expositions[caller.tenant] = metrics, exposition(metrics).encode()
@@ -241,7 +243,7 @@ class HttpApi:
         file = FILES[name]
         if request.header(b"if-none-match") == file.etag:
             reply = HttpReply([], file.content_type, 304, file.headers)
-            reply.body_length = len(file.body)  # the length of the file that the browser has
+            reply.body_length = len(file.body)  # as in a response with the file
             return reply
         return HttpReply([file.body], file.content_type, headers=file.headers)
 
@@ -284,7 +286,7 @@ class HttpApi:
         return json_reply({})
 
     async def _no_cuda_regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        """List no regions, or confirm the removal of regions that cannot exist."""
+        """Reply to a request to list or remove CUDA regions: weightd has none."""
         return json_reply([] if request.method == "GET" else {})
 
 
@@ -296,13 +298,13 @@ class _ModelControl:
         self._daemon_client = gateway.daemon_client
 
     async def load(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        """Load a model; reply once it serves."""
+        """Load a model; reply once the model serves requests."""
         await self._check(request, caller)
         await self._daemon_client.load(caller, name)
         return json_reply({})
 
     async def unload(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        """Unload a model; reply once its processes have ended."""
+        """Unload a model; reply once all processes of the model have exited."""
         await self._check(request, caller)
         await self._daemon_client.unload(caller, name)
         return json_reply({})
@@ -314,7 +316,7 @@ class _ModelControl:
 
 
 async def _read_parameters(daemon_client: DaemonClient, request: HttpRequest, caller: Caller) -> dict[str, Any]:
-    """Return the JSON object in the body of a request; an empty body is an empty object."""
+    """Return the JSON object in the body of a request; an empty body counts as an empty object."""
     with daemon_client.admission.admit(caller) as permit:
         content = await read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
         return infer_json.parse_map(bytes(content)) if content else {}

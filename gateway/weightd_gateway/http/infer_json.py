@@ -1,4 +1,4 @@
-"""Parses the JSON of inference requests and splits the binary data that follows it. No I/O."""
+"""Parses the JSON of inference requests, and splits the binary data after the JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import numpy as np
 
 from weightd_gateway import tensors as arrays
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.oip_view import VERSION
+from weightd_gateway.oip_view import model_of, version_of
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value, label
 
-# Limit of the JSON of a request; a value may have many digits. Binary data has no such limit.
+# Maximum bytes of the JSON of a request. The limit of values does not suffice, because a value may have many digits.
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
-# Limit of keys in all JSON objects. A request needs a few per tensor, and keys are more expensive to parse than values.
+# Maximum number of keys in all JSON objects of a request. A request needs a few keys for each tensor; keys take more
+# time to parse than values.
 MAX_KEYS = 16 * 1024
 
-# Limit of JSON whose parsed form is cached, because clients send the same headers repeatedly.
+# Maximum bytes of JSON whose parsed form is cached, because clients send the same JSON repeatedly.
 _MAX_CACHED_BYTES = 2048
 
 _FIELDS = frozenset({"id", "parameters", "inputs", "outputs", "model_name", "model_version"})
@@ -38,7 +39,7 @@ _REGION_PARAMETER = "shared_memory_region"
 
 @dataclass(frozen=True)
 class InputJson:
-    """An input and the source of its data: `values`, or `nbytes` of binary data, or a region."""
+    """An input whose data are `values`, or `nbytes` of the request's binary data, or in shared memory (`region`)."""
 
     name: str
     datatype: str
@@ -51,7 +52,7 @@ class InputJson:
 
 @dataclass(frozen=True)
 class OutputJson:
-    """A requested output and its form: binary data, a region, or values in JSON otherwise."""
+    """A requested output, whose data are sent as binary data, in shared memory (`region`) or otherwise in JSON."""
 
     name: str
     is_binary: bool = False
@@ -93,12 +94,13 @@ def read(header: memoryview, model: str) -> InferRequestJson:
             f"expected at most {MAX_JSON_BYTES} bytes of JSON, got {len(header)}; send tensors as binary data"
         )
     text = bytes(header)
-    # Every value except the first of a list or object follows a comma.
+    # An upper limit of the number of values: each value follows a comma or the beginning of a list or object.
     if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MAX_VALUES:
         raise TooLarge(f"expected at most {arrays.MAX_VALUES} values in JSON; send tensors as binary data")
     if text.count(b":") > MAX_KEYS:
         raise TooLarge(f"expected at most {MAX_KEYS} keys in JSON")
-    # Parsing creates up to a million lists, which would trigger many collections; JSON cannot contain cycles.
+    # Parsing creates up to a million lists, which would trigger many garbage collections. They would find nothing,
+    # because JSON contains no cycles.
     gc.disable()
     try:
         return _read(text, model)
@@ -107,7 +109,7 @@ def read(header: memoryview, model: str) -> InferRequestJson:
 
 
 def read_values(header: bytes, model: str) -> InferRequestJson:
-    """Parse the JSON of a request and convert values of inputs to arrays.
+    """Parse the JSON of a request, and convert the inputs' lists of values to arrays.
 
     Raises:
         InvalidArgument: as in `read` and `arrays.from_values`.
@@ -170,7 +172,7 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
     unknown = content.keys() - _FIELDS
     if unknown:
         raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
-    for field, expected in (("model_name", model), ("model_version", VERSION)):
+    for field, expected in (("model_name", model_of(model)), ("model_version", version_of(model))):
         if content.get(field, expected) not in (expected, ""):
             raise InvalidArgument(
                 f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}"

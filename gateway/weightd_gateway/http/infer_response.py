@@ -1,4 +1,4 @@
-"""Responses to inference requests: JSON, followed by the binary data of tensors that are not in it. No I/O."""
+"""Responses to inference requests: JSON, followed by the binary data of outputs that are not in the JSON. No I/O."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from weightd_gateway import tensors
 from weightd_gateway.daemon_client import InferenceResult
 from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
-from weightd_gateway.oip_view import VERSION
+from weightd_gateway.oip_view import model_of, version_of
 from weightd_protocol.tensors import frame_of
 
-# Writes the bytes of an output into its shared-memory region.
+# A function that writes the bytes of an output into the output's shared-memory region.
 WriteOutput = Callable[[OutputJson, memoryview], None]
 
 
@@ -36,7 +36,7 @@ class ResponseSummary(NamedTuple):
     Attributes:
         header: the content of the JSON, with arrays instead of lists of values.
         content: the binary data that follows the JSON.
-        value_count: the number of values in the header.
+        value_count: the number of the outputs' values that the JSON will contain.
     """
 
     header: Mapping[str, Any]
@@ -60,10 +60,10 @@ def render(header: Mapping[str, Any]) -> bytes:
 def summarize(
     model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
 ) -> ResponseSummary:
-    """Return the response in the requested forms, and write outputs to shared memory where the request says so.
+    """Return the response with each output in the requested form; write outputs with a region to shared memory.
 
     Raises:
-        InvalidArgument: from `write_output`.
+        InvalidArgument: `write_output` raised it.
         TooLarge: an output is too large for JSON.
     """
     outputs: list[dict[str, Any]] = []
@@ -88,7 +88,12 @@ def summarize(
             fields["data"] = np.ascontiguousarray(array)
             values_left -= array.size
         outputs.append(fields)
-    header: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": outputs}
+    answered = getattr(result, "model", model)
+    header: dict[str, Any] = {
+        "model_name": model_of(answered),
+        "model_version": version_of(answered),
+        "outputs": outputs,
+    }
     if form.id:
         header["id"] = form.id
     return ResponseSummary(header, content, tensors.MAX_VALUES - values_left)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from weightd_gateway.oip_view import VERSION
 from weightd_gateway.page.files import FILES
 from weightd_protocol.errors import NotFound
+from weightd_protocol.model_names import join_version
 from weightd_protocol.schema import label
 
 
@@ -42,7 +42,7 @@ class Operation(enum.Enum):
 
 
 class Route(NamedTuple):
-    """A path's operations by method, and the model, region or file that it names; "" where it names none."""
+    """A path's operations by HTTP method, and the name of the model, region or file in the path; "" without a name."""
 
     methods: Mapping[str, Operation]
     name: str = ""
@@ -120,15 +120,12 @@ def _server_route(rest: list[str]) -> Route:
 
 
 def _model_route(name: str, rest: list[str]) -> Route:
-    # As in Triton, /v2/models/stats is for all models, so the metadata of a model named "stats" cannot be requested.
+    # As in Triton, /v2/models/stats returns statistics of all models, so a model named "stats" has no path for its
+    # metadata.
     if name == "stats" and not rest:
         return Route({"GET": Operation.STATISTICS})
     if rest[:1] == ["versions"] and len(rest) > 1:
-        if rest[1] != VERSION:
-            raise NotFound(
-                f"no version {label(rest[1])} of model {label(name)}: every model has only version {VERSION}"
-            )
-        rest = rest[2:]
+        name, rest = join_version(name, rest[1]) if name else "", rest[2:]
     methods = _MODEL_ROUTES.get(tuple(rest))
     if methods is None or not name:
         raise _not_found(["v2", "models", name, *rest])

@@ -2,16 +2,16 @@
 "use strict";
 
 const POLL_INTERVAL_MS = 1000;
-// Timeout of a poll.
+// Milliseconds until a poll fails.
 const TIMEOUT_MS = 5000;
-// The page says so if the overview is older than this.
+// Maximum age of the overview, in milliseconds, without a notice on the page that it is out of date.
 const FRESH_MS = 3500;
-// With more segments, a bar would consist of nothing but lines.
+// Maximum number of segments in a bar. With more, the bar would show only the lines between segments.
 const MAX_SEGMENTS = 48;
 // Maximum number of processes shown for a model, so that long tables do not slow down the browser.
 const MAX_PROCESSES = 64;
 const RATE_POINTS = 60;
-// Narrower segments of a bar have no label.
+// Minimum width, in pixels, of a bar's segment with a label.
 const MIN_LABELLED_PX = 64;
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -435,9 +435,9 @@ function drawTenants(overview) {
 // --- state and polling ---
 
 let shown = null; // the latest overview
-let receivedAt = 0; // when it was received
-let age = 0; // its age at that time in ms
-let errorText = ""; // why there is no newer overview
+let receivedAt = 0; // when the latest overview was received
+let age = 0; // age of the latest overview in ms when it was received
+let errorText = ""; // why the page has no newer overview
 
 function draw(overview) {
   shown = overview;

@@ -1,4 +1,4 @@
-"""Queries about the server and its models, and operations that change them."""
+"""Messages that query the server and its models, and messages that change them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Optional, Tuple
 from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text
+from weightd_protocol.messages.status import VersionShare
+from weightd_protocol.schema import boolean, integer, list_of, number, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -34,9 +35,9 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ReadyResponse:
-    """daemon → client: whether a worker of the model, or of each model, has responded within the watchdog's period.
+    """daemon → client: whether a model, or every model, is ready: a worker has responded within the watchdog's period.
 
-    `reason` explains why the model is not ready; it is "" otherwise. The truth value of the message is `ready`.
+    `reason` says why the model is not ready; it is "" if it is ready. The truth value of the message is `ready`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -58,9 +59,10 @@ class ServerMetadata:
 
 @dataclass(frozen=True)
 class ServerMetadataResponse:
-    """daemon → client: name and version of the server, its models, and its extensions of protocol version 2.
+    """daemon → client: name and version of the server, the names of its models, and its protocol extensions.
 
-    Clients must not use an extension that `extensions` does not name: the server rejects unknown fields and messages.
+    Clients must not use an extension of protocol version 2 that is missing in `extensions`, because the server rejects
+    unknown fields and messages.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -82,11 +84,11 @@ class ModelMetadata:
 
 @dataclass(frozen=True)
 class ModelMetadataResponse:
-    """daemon → client: the model's inputs and outputs. `platform` is its engine.
+    """daemon → client: the inputs and outputs of the model. `platform` is the model's engine.
 
-    `exact` is present if requests may share a predict or run in parts. It tells whether a test has shown that this
-    changes no bit of an output. `example` has a shape for each input, in their order, with which the model is known to
-    run.
+    `exact` is present if the daemon may batch requests of this model or split them. It is true if a test has shown that
+    batching and splitting change no bit of an output. `example` is a list of shapes, one for each of `inputs`, with
+    which the model has been run.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -104,10 +106,11 @@ class ModelMetadataResponse:
 class Update:
     """client → daemon: load another model file or other weights beside the serving version, and switch to it.
 
-    Paths are on the daemon's host. An empty `path` keeps the model file; an empty `weights` keeps the weights in the
-    model file. With `rollback`, the daemon returns to the version before the last update, and both paths must be empty.
-    The daemon's user, root, and tenants that may `operate` may send this. The user of such a tenant must be able to
-    read every file, unless the file is in one of the `model_dirs` of the tenant.
+    Paths are on the daemon's host. An empty `path` keeps the current model file. An empty `weights` uses the weights in
+    the model file. With `rollback`, the daemon returns to the version before the last update; `path` and `weights` must
+    then be empty. The daemon accepts this message from its own user, from root, and from tenants with the right
+    `operate`. The user of such a tenant must be able to read each file, unless it is in one of the tenant's
+    `model_dirs`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -119,11 +122,11 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateResponse:
-    """daemon → client: the generations with these numbers now serve the model, one on each device.
+    """daemon → client: the update has succeeded; the new version serves the model.
 
-    They serve `path`, with `weights` loaded over its weights unless "". `configured_path` is the file in the
-    configuration. An update does not change the configuration, so a daemon that has to load the model again loads that
-    file.
+    `generations` has the number of the serving generation on each device. `path` is the served model file, and
+    `weights` the file whose arrays replace weights of the model; "" for none. `configured_path` is the model file in
+    the configuration, which an update does not change: if the daemon has to load the model again, it loads this file.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -141,10 +144,10 @@ LOAD, RETRY, RESTART = "load", "retry", "restart"
 class Load:
     """client → daemon: load a model that is not loaded.
 
-    With the action "load", a model that is loaded already stays as it is. "retry" loads a model that has failed.
-    "restart" loads a model from its files again beside the serving version, which it then replaces. With `wait` the
-    response is sent once the model serves or has failed, otherwise at once. The daemon's user, root, and tenants that
-    may `load` or `operate` may send this; "restart" requires `operate`.
+    The action "load" has no effect on a model that is already loaded. "retry" loads a model that has failed. "restart"
+    loads a model from its files again; the current version serves until the new one replaces it. With `wait`, the
+    daemon replies when the model serves or has failed, otherwise at once. The daemon accepts this message from its own
+    user, from root, and from tenants with the right `load` or `operate`; "restart" requires `operate`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -157,10 +160,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Unload:
-    """client → daemon: refuse further requests of a model, finish the accepted ones, and unload the model.
+    """client → daemon: refuse new requests of a model, finish the accepted requests, and unload the model.
 
-    With `wait` the response is sent once no process of the model is left, otherwise at once. A model that loads on
-    demand is loaded again by its next request. The permissions of `Load` apply.
+    With `wait`, the daemon replies when no process of the model is left, otherwise at once. If the model loads on
+    demand, its next request loads it again. The rights that `Load` requires are required here, too.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -172,18 +175,46 @@ class Unload:
 
 @dataclass(frozen=True)
 class LoadResponse:
-    """daemon → client: the answer to `Load` and `Unload`; `state` is the present state of the model."""
+    """daemon → client: the reply to `Load` and `Unload`. `state` is the current state of the model."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
 
 
+SET_SHARE, PROMOTE, ABORT = "set", "promote", "abort"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """client → daemon: change which versions of a model answer the requests that name no version.
+
+    "set" sends `percent` of these requests to `version`; the other versions keep their proportions. "promote" sends all
+    of them to `version`. "abort" returns to the shares in the configuration; `version` must be 0. Requests that name a
+    version are not affected. The daemon's user, root, and tenants that may `operate` may send this.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    action: str = field(metadata=one_of((SET_SHARE, PROMOTE, ABORT)))
+    version: int = field(default=0, metadata=_COUNT)
+    percent: float = field(default=0.0, metadata=number(100.0))
+
+
+@dataclass(frozen=True)
+class RolloutResponse:
+    """daemon → client: the versions of the model and the percentage of the requests that each of them gets now."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    shares: Tuple[VersionShare, ...] = field(metadata=list_of(record(VersionShare), limits.MAX_MODEL_VERSIONS))
+
+
 @dataclass(frozen=True)
 class Reload:
-    """client → daemon: read the configuration file again and apply it; with `dry_run`, only report the changes.
+    """client → daemon: read the configuration file again and apply it. With `dry_run`, only report the changes.
 
-    The daemon's user, root, and tenants that may `operate` every model may send this.
+    The daemon accepts this message from its own user, from root, and from tenants that may `operate` every model.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -192,10 +223,11 @@ class Reload:
 
 @dataclass(frozen=True)
 class ReloadResponse:
-    """daemon → client: the configuration file is valid and, unless it was a dry run, in force.
+    """daemon → client: the configuration file is valid. Unless `dry_run` was requested, the daemon now uses it.
 
-    `added` models load, `changed` models switch to the new configuration, and `removed` models drain. `retried` models
-    had failed and are loaded again unchanged.
+    `added` lists models that now load, `changed` lists models that switch to their new configuration, and `removed`
+    lists models that end when their accepted requests have ended. `retried` lists models whose configuration is
+    unchanged and that load again because they had failed.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

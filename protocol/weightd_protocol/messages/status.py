@@ -1,4 +1,4 @@
-"""Status of the daemon, as shown by `weightctl status`."""
+"""Messages for the status of the daemon, which `weightctl status` shows."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.accounts import TenantStatus
 from weightd_protocol.messages.worker_common import ORIGINS
-from weightd_protocol.schema import integer, list_of, number, omit_default, one_of, record, text
+from weightd_protocol.schema import boolean, integer, list_of, number, omit_default, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
 # Roles of processes.
 ROLES = ("holder", "worker", "spare", "rank", "broker")
 
-# Roles that serve requests. A spare serves requests after one of these processes has exited.
+# Roles of processes that serve requests. A spare serves requests only after one of these processes has exited.
 SERVING_ROLES = ("worker", "rank")
 
-# Created here, because a field `number` hides the function in the body of a class.
+# Field types that are created outside the classes, because a field `number` of a class hides the function of this name
+# there.
 _SHARE = number(1.0)
 _SECONDS = number()
 
@@ -37,12 +38,15 @@ class Status:
 class ProcessStatus:
     """A process of a generation. Memory is in bytes, latency in microseconds.
 
-    `private_bytes` is memory that no other process has mapped. `anonymous_bytes` is memory without a file behind it,
-    also if it is shared after a fork. `shared_bytes` is the part of the model that the process shares. `origin` tells
-    how the process was created, and is absent before its first message: `spawned` with a new interpreter, `forked` from
-    a fork server, or from the `template` that has built its model. `origin_note` gives the reason why it was not
-    forked. `device` is the device of its generation, or one of the sets of cores that share this copy of the weights.
-    The process runs `concurrency` predicts at once. `sha256` is the digest of a rank's slice.
+    `private_bytes` is memory that no other process has mapped. `anonymous_bytes` is memory that is not backed by a
+    file, including memory that is shared after a fork. `shared_bytes` is the size of the part of the model that this
+    process shares with others.
+
+    `origin` tells how the process was created: `spawned` with a new interpreter, `forked` from a fork server, or forked
+    from a `template`, which had built the model. It is absent until the process has sent its first message.
+    `origin_note` is the reason why the process was not forked. `device` is the device of the generation or, if several
+    sets of cores share one copy of the weights, the set of cores of this process. `concurrency` is the number of
+    predicts that the process runs at the same time. `sha256` is the digest of a rank's slice, "" for other processes.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -67,16 +71,18 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class GenerationStatus:
-    """One copy of the weights and the processes that use it. Memory is in bytes.
+    """A generation: one copy of the weights on a device, and the processes that use it. Memory is in bytes.
 
-    `saved_bytes` is the memory that the workers share, minus the size of the copy: it would be needed additionally if
-    each worker had its own copy. `copy_bytes` and `saved_bytes` are absent if the kernel does not report them. `note`
-    is the holder's reason for not sharing weights. `selftest` names the inputs of the known answer, or the reason why
-    there is no self-test. `batching_note` tells how rows of requests are batched and split, and why not more; it is
-    empty if the configuration does not ask for that. `max_rows` is the largest number of rows of several requests in
-    one execution: 0 if the configuration does not ask for batching, 1 if it does but batching is impossible, for the
-    reason in `batching_note`. While the generation loads, `load_fraction` is the completed part and `remaining_s` the
-    remaining seconds, as far as they can be estimated from the copied bytes and from the duration of the previous load.
+    `copy_bytes` is the size of the copy. `saved_bytes` is the memory that would be needed additionally if each worker
+    had its own copy. Both are absent if the kernel does not report them. `note` is the holder's reason for not sharing
+    weights. `selftest` describes the inputs of the self-test, or says why there is no self-test.
+
+    `batching_note` says how requests are batched and split, and gives the reason for each limit; it is empty if the
+    configuration asks for neither. `max_rows` is the maximum number of rows in an execution of several requests: 0 if
+    the configuration does not ask for batching, 1 if batching is impossible, for the reason in `batching_note`. While
+    the generation loads, `load_fraction` is the completed part of the load, and `remaining_s` the estimated number of
+    seconds until it ends. Both are estimated from the bytes copied so far and the duration of the previous load; either
+    may be absent.
     """
 
     number: int = field(metadata=_COUNT)
@@ -98,7 +104,7 @@ class GenerationStatus:
 
 @dataclass(frozen=True)
 class RowsCount:
-    """Number of executions with at most `max_rows` rows and more than half of that."""
+    """`count` is the number of executions with at most `max_rows` rows and more than half of `max_rows`."""
 
     max_rows: int = field(metadata=integer(1, limits.MAX_COUNT))
     count: int = field(metadata=_COUNT)
@@ -106,11 +112,13 @@ class RowsCount:
 
 @dataclass(frozen=True)
 class ExecutionsStatus:
-    """Executions that served requests of one model. `served` divided by `count` gives the requests per execution.
+    """Executions of one model's requests by its workers. `count` is the number of executions.
 
-    `rows` is present if rows of requests are batched or split. `padded` counts rows added because the model supports
-    only certain numbers of rows. `split` counts requests that ran in parts. `retried` counts requests, or parts of
-    them, that ran again because a process exited or another request of their batch failed.
+    The model's `served` divided by `count` is the mean number of requests per execution. `rows` counts executions by
+    their number of rows; it is empty unless requests are batched or split. `padded` counts rows that were added because
+    the model supports only certain numbers of rows. `split` counts requests that ran in parts. `retried` counts
+    requests and parts of requests that ran again, because a process exited or because another request of their batch
+    failed.
     """
 
     count: int = field(metadata=_COUNT)
@@ -122,9 +130,10 @@ class ExecutionsStatus:
 
 @dataclass(frozen=True)
 class WorkersStatus:
-    """The number of workers of a model on each device, if it follows the load.
+    """The number of workers of a model on each device, if the daemon adapts this number to the load.
 
-    `target` is the number that is wanted now, from `min` to `max`; `reason` says why.
+    `target` is the number of workers that the daemon wants now, from `min` to `max`. `reason` is the reason for this
+    number.
     """
 
     target: int = field(metadata=_COUNT)
@@ -135,20 +144,21 @@ class WorkersStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """A model of the configuration. Latency is in microseconds, from arrival to response in the daemon.
+    """A model of the configuration. Latency is in microseconds, from the arrival of a request to its response.
 
-    A client that may not see other tenants' data receives the name, the engine, the state, and in `queued`, `served`
-    and `failed` the numbers of the client's requests.
+    A client that may not see other tenants' data receives only the name, the engine and the state. For such a client
+    `queued`, `served` and `failed` count its own requests.
 
-    `path` and `weights` are the files that serve or are loading; after an update they differ from the configuration.
-    `unexpected_exits` counts processes that exited without being stopped. `quarantined` counts request contents that
-    are rejected because they crashed workers. `note` describes the last failed change of the model. `group` is the
-    model group with which it shares processes. `retry_s` is the time in seconds until the daemon loads a failed model
-    again; absent if it does not. `attempts` counts the loads that have failed since the model last served.
+    `path` and `weights` are the files of the version that serves or loads; after an update they differ from the
+    configuration. `unexpected_exits` counts processes that exited although the daemon had not stopped them.
+    `quarantined` counts inputs that are rejected because they crashed workers. `note` describes the last change of the
+    model that failed. `group` is the model group with which the model shares processes. `retry_s` is the number of
+    seconds until the daemon loads a failed model again; absent if it will not. `attempts` is the number of loads that
+    have failed since the model last served.
 
-    `load` tells when the model is loaded: "start", "on_demand" or "manual". `reserved_bytes` is the memory that is
-    reserved for it in the budget for models, and `owner` the tenant to which this memory is charged; "" for none.
-    `workers` is absent if the number of workers is fixed.
+    `load` tells when the daemon loads the model: at its "start", "on_demand" or by an operator ("manual").
+    `reserved_bytes` is the memory reserved for the model in the budget for models. `owner` is the tenant to which this
+    memory is charged; "" for none. `workers` is absent if the number of workers is fixed.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -178,13 +188,34 @@ class ModelStatus:
 
 
 @dataclass(frozen=True)
+class VersionShare:
+    """A version of a model, and the percentage of the requests naming no version that it answers."""
+
+    version: int = field(metadata=_COUNT)
+    percent: float = field(metadata=number(100.0))
+
+
+@dataclass(frozen=True)
+class VersionSetStatus:
+    """A model with several versions. Each version is also in the list of models, as NAME@VERSION.
+
+    `is_rollout` tells that the shares come from a rollout and not from the configuration.
+    """
+
+    name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    shares: Tuple[VersionShare, ...] = field(metadata=list_of(record(VersionShare), limits.MAX_MODEL_VERSIONS))
+    is_rollout: bool = field(default=False, metadata=boolean())
+
+
+@dataclass(frozen=True)
 class DeviceStatus:
     """Use of a card by weightd. Memory is in bytes.
 
-    `capacity_bytes` is the memory that weightd may use, absent if unknown. `weights_bytes` counts each copy of weights
-    once. `process_bytes` is the memory of the processes beside the weights. `saved_bytes` would be needed additionally
-    if each process held its own weights. `buffer_bytes` is used for communication between ranks. These values are sums
-    of the models' requirements. `free_bytes` is the value last reported by the card, absent before the first report.
+    `capacity_bytes` is the memory of the card that weightd may use; absent if unknown. `weights_bytes` is the memory of
+    all copies of weights, each counted once. `process_bytes` is the memory of the processes without the weights.
+    `saved_bytes` is the memory that would be needed additionally if each process had its own copy of the weights.
+    `buffer_bytes` is the memory for communication between ranks. These values are sums of the models' reservations, not
+    measurements. `free_bytes` is the free memory that the card reported last; absent before the first report.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -200,12 +231,13 @@ class DeviceStatus:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory use and limits of the control group in which the daemon runs. In bytes.
+    """Memory use and limits of the control group in which the daemon runs. Memory is in bytes.
 
-    `limit_bytes` and `high_bytes` are the smallest values of the group and the groups above it. Beyond the first the
-    kernel kills processes; beyond the second it throttles them and reclaims memory. `usage_bytes` includes cached
-    files. `oom_kills` counts the processes killed for lack of memory. `pressure_percent` is the share of the last ten
-    seconds in which a process waited for memory. An absent value is not limited or not known.
+    Beyond `limit_bytes` the kernel kills processes of the control group. Beyond `high_bytes` the kernel throttles them
+    and reclaims memory. Each value is the smallest one of this control group and those above it. `usage_bytes` includes
+    cached files. `oom_kills` counts the processes that the kernel killed for lack of memory. `pressure_percent` is the
+    percentage of the last ten seconds in which a process waited for memory. A limit that is not set, or a value that is
+    not known, is absent.
     """
 
     usage_bytes: int = field(metadata=_COUNT)
@@ -217,10 +249,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class ProxyStatus:
-    """A listener and its ZeroMQ proxy. `pid` is 0 if the proxy does not run.
+    """A listener for ZeroMQ clients, and its ZeroMQ proxy. `pid` is 0 if the proxy does not run.
 
-    `peers` counts the connected clients that have sent a message. `restarts` counts the proxies of this listener that
-    died.
+    `peers` is the number of connected clients that have sent a message. `restarts` counts the proxies of this listener
+    that have died.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -233,10 +265,10 @@ class ProxyStatus:
 
 @dataclass(frozen=True)
 class ForkServerStatus:
-    """A process that has loaded an engine and forks other processes. `pid` is 0 if it does not run.
+    """A fork server: a process that has loaded an engine and forks other processes. `pid` is 0 if it does not run.
 
-    `forked` counts the processes that it and its predecessors have forked. `note` gives the reason why it does not run.
-    Memory is in bytes.
+    `forked` counts the processes that this fork server and its earlier instances have forked. `note` is the reason why
+    the fork server does not run. Memory is in bytes.
     """
 
     engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -255,8 +287,9 @@ class StatusResponse:
     responses that could not be sent because the client had disconnected or did not read. `memory` is absent if the
     control group is unknown. `buffered_bytes` is the memory for requests and for responses that clients have not read,
     `max_memory_bytes` its limit. `model_bytes` is the memory that is reserved for models on the CPU, `max_model_bytes`
-    its budget (0: no limit). `tenants` is empty if the configuration has no tenants. A client that may not see
-    other tenants' data receives the models that it may use and its own tenant; all other values are 0 or empty.
+    its budget (0: no limit). `version_sets` are the models with several versions. `tenants` is empty if the
+    configuration has no tenants. A client that may not see other tenants' data receives the models that it may use and
+    its own tenant; all other values are 0 or empty.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -283,3 +316,6 @@ class StatusResponse:
     )
     model_bytes: int = field(default=0, metadata=omit_default(_COUNT))
     max_model_bytes: int = field(default=0, metadata=omit_default(_COUNT))
+    version_sets: Tuple[VersionSetStatus, ...] = field(
+        default=(), metadata=omit_default(list_of(record(VersionSetStatus), limits.MAX_MODELS))
+    )

@@ -1,4 +1,4 @@
-"""Messages between clients and the daemon, by the name of their type."""
+"""Tables of the messages between clients and the daemon, by the name of the message type."""
 
 from typing import Dict, Type, Union
 
@@ -11,6 +11,8 @@ from weightd_protocol.messages.control import (
     ReadyResponse,
     Reload,
     ReloadResponse,
+    Rollout,
+    RolloutResponse,
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
@@ -40,6 +42,7 @@ ClientMessage = Union[
     Load,
     Unload,
     Update,
+    Rollout,
     Reload,
 ]
 DaemonMessage = Union[
@@ -56,6 +59,7 @@ DaemonMessage = Union[
     LogsResponse,
     LoadResponse,
     UpdateResponse,
+    RolloutResponse,
     ReloadResponse,
 ]
 
@@ -75,10 +79,11 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "load": Load,
     "unload": Unload,
     "update": Update,
+    "rollout": Rollout,
     "reload": Reload,
 }
 
-# Messages without a response. The response to a `cancel` would be a second one to the cancelled request.
+# Messages without a response. A response to `cancel` would be a second response to the cancelled request.
 MESSAGES_WITHOUT_REPLY = frozenset(["cancel", "unregister"])
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
@@ -94,5 +99,6 @@ TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "logs_response": LogsResponse,
     "load_response": LoadResponse,
     "update_response": UpdateResponse,
+    "rollout_response": RolloutResponse,
     "reload_response": ReloadResponse,
 }

@@ -30,7 +30,7 @@ class AdminHarness:
             readiness=SimpleNamespace(state_name="serving"),
             update=lambda *_, **named: self.updates.append(named),
         )
-        registry = SimpleNamespace(find=lambda *_: model, is_closed=False)
+        lookup = SimpleNamespace(find=lambda *_: model, registry=SimpleNamespace(is_closed=False))
         authorizer = SimpleNamespace(
             authorize_load=lambda *_: None, check_operator=lambda *_: None, file_grant=lambda _: OPERATOR
         )
@@ -38,8 +38,8 @@ class AdminHarness:
             reply=lambda client, response: self.replies.append(response),
             reply_error=lambda client, request_id, error: self.replies.append(error),
         )
-        daemon = DaemonControl(*[cast(Any, None)] * 4)
-        self.admin = AdminApi(cast(Any, registry), cast(Any, authorizer), daemon, cast(Any, responses))
+        daemon = DaemonControl(*[cast(Any, None)] * 5)
+        self.admin = AdminApi(cast(Any, lookup), cast(Any, authorizer), daemon, cast(Any, responses))
 
     def restart(self, *, wait: bool) -> None:
         self.admin.on_load(CONNECTION, Load("1", "m", RESTART, wait), (), 0.0)
@@ -72,8 +72,8 @@ def test_audit_log_does_not_call_a_dry_run_a_reload(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "weightd.audit")
     authorizer = SimpleNamespace(check_reload=lambda *_: None)
     responses = SimpleNamespace(reply=lambda *_: None)
-    daemon = DaemonControl(*cast(Any, (None, lambda on_done, _: on_done(ConfigDiff((), (), (), ())), None, None)))
-    admin = AdminApi(cast(Any, None), cast(Any, authorizer), daemon, cast(Any, responses))
+    daemon = DaemonControl(*cast(Any, (None, lambda on_done, _: on_done(ConfigDiff((), (), (), ())), None, None, None)))
+    admin = AdminApi(cast(Any, SimpleNamespace(registry=None)), cast(Any, authorizer), daemon, cast(Any, responses))
     for dry_run in (True, False):
         admin.on_reload(CONNECTION, Reload("1", dry_run), (), 0.0)
     assert [each.getMessage() for each in caplog.records] == [

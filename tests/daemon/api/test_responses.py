@@ -19,6 +19,7 @@ from weightd_common import memfd
 from weightd_common.stream import Stream
 from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_limiter import UserConnectionLimits
@@ -74,9 +75,9 @@ class RouterHarness:
         self.memory_budget = MemoryBudget(10**9, self._user_of)
         self.router = RequestRouter(
             self.loop,
-            registry,
+            ModelLookup(registry),
             self.memory_budget,
-            DaemonControl(cast(Any, None), lambda on_done, is_dry_run: None, self.unmapped.extend, cast(Any, None)),
+            DaemonControl(*cast(Any, (None, None, self.unmapped.extend, None, None))),
             max_shm_bytes=10_000,
             user_limits=UserConnectionLimits(),
             authorizer=access,

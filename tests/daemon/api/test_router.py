@@ -16,6 +16,7 @@ from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.stream import Stream
 from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
@@ -129,10 +130,14 @@ class RouterHarness:
         self.memory_budget = MemoryBudget(3 * kept, self._user_of)
         self.router = RequestRouter(
             self.loop,
-            self.registry,
+            ModelLookup(self.registry),
             self.memory_budget,
             DaemonControl(
-                cast(Any, self.daemon), lambda on_done, is_dry_run: None, lambda numbers: None, cast(Any, None)
+                cast(Any, self.daemon),
+                lambda on_done, is_dry_run: None,
+                lambda numbers: None,
+                cast(Any, None),
+                lambda: None,
             ),
             max_shm_bytes=0,
             user_limits=UserConnectionLimits(),

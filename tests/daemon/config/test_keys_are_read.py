@@ -31,6 +31,7 @@ TABLES = {
     CONFIG / "listeners.py": ("ListenerConfig",),
     CONFIG / "model.py": ("ModelConfig",),
     CONFIG / "ranks.py": ("RanksConfig",),
+    CONFIG / "repository.py": ("RepositoryConfig",),
     CONFIG / "tenants.py": ("TenantConfig",),
     OPTIONS: ("Options",),
 }

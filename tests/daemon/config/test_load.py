@@ -201,7 +201,7 @@ REFUSED = [
     (f"{MODEL}[model.n]\n", "model: unknown table; did you mean models?"),
     (
         f"workers = 3\n{MODEL}",
-        "workers: unknown table; expected one of daemon, listeners, tenants, models, groups, devices",
+        "workers: unknown table; expected one of daemon, listeners, tenants, models, groups, devices, repository",
     ),
     (f"daemon = 3\n{MODEL}", "daemon: expected a table, got int*"),
     ("[models]\nm = 'm.onnx'\n", "models.m: expected a table, got str*"),
@@ -365,6 +365,8 @@ MODEL_KEYS = {
     "path": [*TEXTS, '""'],
     "engine": ["3", '"tensorflow"'],
     "python": TEXTS,
+    "versions": ["1", '""', "[]"],
+    "traffic": ["1", '""', "[]"],
     "load": ["true", '""', '"lazy"'],
     "idle_unload": SECONDS,
     "workers": [*COUNTS, "1025"],

@@ -55,7 +55,6 @@ OTHER = dataclasses.replace(
 MODEL = ModelRecord(
     name="m",
     config=complete_model(
-        "m",
         ModelConfig(
             path="m.mindir",
             devices=("ascend:0", "ascend:1"),

@@ -588,8 +588,9 @@ class ServiceHarness:
             load_monitor=SimpleNamespace(update=lambda *_: None),
         )
         self.service = ManagedService(
-            manager, parts.shim, parts.registry, parts.supervisor, {}, load_monitor=parts.load_monitor,
-            shutdown=self.shutdown, config_note=lambda: "", on_failed=lambda _: self.calls.append("failed"),
+            manager, parts.shim, parts.registry, parts.supervisor, {}, rollout_records=list,
+            load_monitor=parts.load_monitor, shutdown=self.shutdown, config_note=lambda: "",
+            on_failed=lambda _: self.calls.append("failed"),
         )  # fmt: skip
 
 

@@ -93,8 +93,9 @@ class SnapshotHarness:
         )
         lifecycle = ModelLifecycle(LifecycleLimits(), by_name.get, {})
         sources = SnapshotSources(
-            parts.registry, parts.supervisor, {each.name: each for each in devices}, parts.load_monitor, self.books,
-            self.tenants, parts.memory_budget, parts.proxies, self.shutdown, lifecycle, lambda: "a note",
+            parts.registry, lambda viewer: (), parts.supervisor, {each.name: each for each in devices},
+            parts.load_monitor, self.books, self.tenants, parts.memory_budget, parts.proxies,
+            self.shutdown, lifecycle, lambda: "a note",
         )  # fmt: skip
         sampler: Any = SimpleNamespace(poll=lambda *_: self.memory_report)
         self.builder = SnapshotBuilder(sources, sampler)

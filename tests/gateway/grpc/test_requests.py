@@ -179,7 +179,7 @@ def test_decodes_outputs_and_parameters() -> None:
         },
     )
     got = decode_message(message, CALL._replace(traceparent="00-a-b-01"))
-    assert (got.model, got.id, got.outputs) == ("digits", "42", ("b", "a"))
+    assert (got.model, got.id, got.outputs) == ("digits@1", "42", ("b", "a"))
     assert (got.timeout, got.priority, got.traceparent) == (2.5, 3, "00-a-b-01")
 
 
@@ -286,9 +286,8 @@ def test_error_names_wrong_field(name: str) -> None:
     assert text in str(refused.value)
 
 
-def test_only_version_1_exists() -> None:
-    with pytest.raises(NotFound, match="model_version"):
-        decode_message(request(model_version="2"))
+def test_version_is_part_of_the_name() -> None:
+    assert decode_message(request(model_version="2")).model == "digits@2"
 
 
 @given(st.binary(max_size=200))

@@ -129,7 +129,6 @@ def test_answers_metadata_requests(client: triton.InferenceServerClient) -> None
         ("update_log_settings", ({"log_verbose_level": 1},), "INVALID_ARGUMENT"),
         ("register_cuda_shared_memory", ("r", b"", 0, 8), "UNIMPLEMENTED"),
         ("register_system_shared_memory", ("r", "/r", 8), "INVALID_ARGUMENT"),
-        ("get_model_metadata", ("echo", "2"), "NOT_FOUND"),
     ],
 )
 def test_rejects_unsupported_methods(

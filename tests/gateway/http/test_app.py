@@ -239,7 +239,6 @@ def test_invalid_http_gets_json_error(echo: HttpGateway, request_: bytes) -> Non
     ("method", "path", "status", "problem"),
     [
         ("GET", "/nothing", 404, "no such path: /nothing"),
-        ("GET", "/v2/models/m/versions/7", 404, "no version 7"),
         ("GET", INFER, 405, "expected method POST, got GET"),
         ("DELETE", "/v2", 405, "expected method GET, got DELETE"),
         ("POST", "/v2/repository/models/m/load", 403, "model_control"),

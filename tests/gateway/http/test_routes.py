@@ -18,15 +18,15 @@ from weightd_protocol.errors import NotFound
         ("GET", "/v2/health/live", Operation.LIVE, ""),
         ("GET", "/v2/health/ready", Operation.READY, ""),
         ("GET", "/v2/models/m", Operation.MODEL, "m"),
-        ("GET", "/v2/models/m/versions/1", Operation.MODEL, "m"),
+        ("GET", "/v2/models/m/versions/1", Operation.MODEL, "m@1"),
         ("GET", "/v2/models/m/ready", Operation.MODEL_READY, "m"),
-        ("GET", "/v2/models/m/versions/1/ready", Operation.MODEL_READY, "m"),
+        ("GET", "/v2/models/m/versions/1/ready", Operation.MODEL_READY, "m@1"),
         ("GET", "/v2/models/m/config", Operation.CONFIG, "m"),
         ("GET", "/v2/models/stats", Operation.STATISTICS, ""),
         ("GET", "/v2/models/m/stats", Operation.STATISTICS, "m"),
-        ("GET", "/v2/models/m/versions/1/stats", Operation.STATISTICS, "m"),
+        ("GET", "/v2/models/m/versions/1/stats", Operation.STATISTICS, "m@1"),
         ("POST", "/v2/models/m/infer", Operation.INFER, "m"),
-        ("POST", "/v2/models/m/versions/1/infer", Operation.INFER, "m"),
+        ("POST", "/v2/models/m/versions/1/infer", Operation.INFER, "m@1"),
         ("POST", "/v2/models/stats/infer", Operation.INFER, "stats"),
         ("POST", "/v2/models/a%20b%2Fc/infer", Operation.INFER, "a b/c"),
         ("POST", "/v2/repository/index", Operation.INDEX, ""),
@@ -67,11 +67,6 @@ def test_each_path_has_its_operation(method: str, path: str, verb: Operation, na
 def test_unknown_path_is_not_found(path: str) -> None:
     with pytest.raises(NotFound, match="no such path: /"):
         parse_route(path)
-
-
-def test_only_version_1_exists() -> None:
-    with pytest.raises(NotFound, match="no version 2 of model m: every model has only version 1"):
-        parse_route("/v2/models/m/versions/2/infer")
 
 
 @given(st.text(max_size=60))

@@ -43,11 +43,11 @@ class Service:
         with Service({"mlp": {"path": path, "workers": 2}}) as service, service.client() as client:
             client.infer("mlp", {"x": x})
 
-    A model whose file ends in .mindir uses the repository's interpreter with MindSpore Lite. `daemon` extends the table
-    [daemon]; `devices` are the tables [devices.NAME]; `groups`, `listeners` and `tenants` likewise; `env` is added to
-    the environment of the daemon and its children; `verbose` turns on logs of every process. Members of the group `gid`
-    may connect, if it is given. At the start of the block the daemon listens and loads the models: requests wait for
-    the load, and `ready` waits for every worker.
+    A model whose file ends in .mindir uses the project's interpreter with MindSpore Lite. `daemon` extends the table
+    [daemon]; `repository` is the table [repository]; `devices` are the tables [devices.NAME]; `groups`, `listeners` and
+    `tenants` likewise; `env` is added to the environment of the daemon and its children; `verbose` turns on logs of
+    every process. Members of the group `gid` may connect, if it is given. At the start of the block the daemon listens
+    and loads the models: requests wait for the load, and `ready` waits for every worker.
 
     Attributes:
         address: address from which clients choose their transport.
@@ -66,6 +66,7 @@ class Service:
         groups: Models | None = None,
         listeners: Models | None = None,
         tenants: Models | None = None,
+        repository: Mapping[str, object] | None = None,
         gid: int | None = None,
         env: Mapping[str, str] | None = None,
         verbose: bool = False,
@@ -76,6 +77,7 @@ class Service:
         self._groups = groups or {}
         self._listeners = listeners or {}
         self._tenants = tenants or {}
+        self._repository = repository
         self._gid = gid
         self._env = {**os.environ, **(env or {})}
         self._verbose = verbose
@@ -208,6 +210,8 @@ class Service:
         tables.update((f"groups.{name}", dict(table)) for name, table in self._groups.items())
         tables.update((f"listeners.{name}", dict(table)) for name, table in self._listeners.items())
         tables.update((f"tenants.{name}", dict(table)) for name, table in self._tenants.items())
+        if self._repository is not None:
+            tables["repository"] = dict(self._repository)
         self.config.write_text(toml(tables), encoding="utf-8")
 
     def _launch(self, config: Path) -> None:
@@ -315,7 +319,7 @@ def _wanted_workers(table: Mapping[str, object]) -> int:
 
 def _model(table: Mapping[str, object]) -> dict[str, object]:
     table = dict(table)
-    if str(table["path"]).endswith(".mindir") and "python" not in table:
+    if str(table.get("path", "")).endswith(".mindir") and "python" not in table:
         table["python"] = mindir.interpreter()
         if table["python"] is None:
             raise ServiceError(mindir.HOW_TO_GET_IT)

@@ -1,0 +1,118 @@
+"""Models with several versions, and which version answers a request that names none. No I/O, no clock."""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections.abc import Callable, Mapping
+
+from weightd_daemon.config.versions import VersionSetConfig
+from weightd_protocol.errors import FailedPrecondition, InvalidArgument
+
+Shares = Mapping[int, float]
+"""The share of each version in the requests that name no version; the shares add up to 1."""
+
+
+class VersionReadiness(enum.IntEnum):
+    """Whether a version can answer a request."""
+
+    UNAVAILABLE = 0  # it has failed, or only an operator loads it
+    LOADABLE = 1  # it is loading, or a request loads it
+    SERVING = 2
+
+
+class VersionSet:
+    """The versions of one model and their shares of its requests.
+
+    Args:
+        name: the name of the model.
+        config: the versions and their traffic in the configuration.
+
+    Attributes:
+        config: as above; a reload replaces it.
+        rollout: the shares that an operator has set; they take precedence over the configuration. Empty for none.
+    """
+
+    def __init__(self, name: str, config: VersionSetConfig) -> None:
+        self._name = name
+        self.config = config
+        self.rollout: Shares = {}
+
+    def configure(self, config: VersionSetConfig) -> None:
+        """Replace the configuration; a rollout ends if it names a version that has been removed."""
+        self.config = config
+        if not self.rollout.keys() <= set(config.versions):
+            self.rollout = {}
+
+    @property
+    def shares(self) -> Shares:
+        """The shares that are in force; empty if the newest version that can serve answers all requests."""
+        if self.rollout:
+            return self.rollout
+        total = sum(weight for _, weight in self.config.traffic)
+        return {version: weight / total for version, weight in self.config.traffic}
+
+    def choose(self, request_id: str, readiness_of: Callable[[int], VersionReadiness]) -> int:
+        """Return the version that answers a request.
+
+        With shares, the id of the request decides, so the same id always gets the same version. Without shares, and if
+        the version of the id is not available, it is the newest version that serves, or else the newest one that loads
+        or can be loaded.
+
+        Args:
+            request_id: the id of the request.
+            readiness_of: returns the readiness of a version.
+        """
+        point = zlib.crc32(request_id.encode()) / 2**32
+        for version, share in self.shares.items():
+            point -= share
+            if point < 0:
+                if readiness_of(version):
+                    return version
+                break
+        return max(self.config.versions, key=lambda each: (readiness_of(each), each))
+
+    def start_rollout(self, version: int, percent: float, default: int) -> None:
+        """Send a percentage of the requests to a version; the others keep their proportions.
+
+        Args:
+            version: the version.
+            percent: the percentage, 0 to 100.
+            default: the version that answers all requests if there are no shares yet.
+
+        Raises:
+            InvalidArgument: the model has no such version.
+            FailedPrecondition: no other version has requests that the version could leave to it.
+        """
+        self._check_version(version)
+        others = {each: share for each, share in (self.shares or {default: 1.0}).items() if each != version}
+        total, share = sum(others.values()), percent / 100
+        if share < 1 and not total:
+            text = f"version {version} of {self._name} already answers all requests: name the version to roll out"
+            raise FailedPrecondition(text)
+        rest = {each: (1 - share) * part / total for each, part in others.items()} if share < 1 else {}
+        self.rollout = dict(sorted({**rest, **({version: share} if share else {})}.items()))
+
+    def promote(self, version: int) -> None:
+        """Send all requests to a version.
+
+        Raises:
+            InvalidArgument: the model has no such version.
+        """
+        self._check_version(version)
+        self.rollout = {version: 1.0}
+
+    def abort(self) -> None:
+        """Return to the shares in the configuration.
+
+        Raises:
+            FailedPrecondition: no rollout has changed them.
+        """
+        if not self.rollout:
+            raise FailedPrecondition(f"no rollout of {self._name} is in progress")
+        self.rollout = {}
+
+    def _check_version(self, version: int) -> None:
+        if version not in self.config.versions:
+            known = ", ".join(map(str, self.config.versions))
+            raise InvalidArgument(f"version: expected one of {known} of {self._name}, got {version}")
