@@ -86,8 +86,8 @@ def default_addresses() -> List[str]:
     The client uses the first one that answers.
 
     The result is $WEIGHTD_SOCKET alone if this variable is set. Otherwise it is the address of the daemon that this
-    user runs, followed by the address of the system's daemon. An address is listed even if no socket file exists there,
-    because the existence of the file proves nothing: a killed daemon leaves its socket file behind.
+    user runs, followed by the address of the system's daemon. The result contains an address even if no socket file
+    exists there: the file would not show that a daemon listens, because a killed daemon leaves its socket file behind.
     """
     configured = os.environ.get("WEIGHTD_SOCKET")
     if configured:
@@ -190,7 +190,8 @@ def _is_not_socket(path: str) -> bool:
     try:
         return not stat.S_ISSOCK(Path(path).stat().st_mode)
     except FileNotFoundError:
-        return False  # A starting daemon has just removed the socket that an earlier daemon had left here.
+        # No file exists at the path any more: a starting daemon has just removed the socket file of an earlier daemon.
+        return False
     except OSError:
         return True
 
@@ -224,8 +225,8 @@ def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional
         server_key: the file with the public key of the daemon's listener.
 
     Raises:
-        InvalidArgument: only one of the two files is given, a file contains no key of the expected kind, or the mode or
-            owner of the secret key's file is unsafe.
+        InvalidArgument: only one of the two files is given, a file contains no key of the expected kind (secret or
+            public), or the mode or owner of the secret key's file is unsafe.
     """
     if key is None and server_key is None:
         return None

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     InputSeries = Union[Iterable[Inputs], AsyncIterable[Inputs]]
     InferCall = Callable[[Inputs], Coroutine[Any, Any, Any]]
-    # The requests that have been started, in the order of the inputs; None follows the last one.
+    # The requests that have been started, in the order of the inputs. None at the end means that no request follows.
     StartedRequests = asyncio.Queue[Optional[asyncio.Future[Any]]]
 
 R = TypeVar("R")
@@ -75,10 +75,10 @@ class AsyncClient(Uncopied):
         async with AsyncClient() as client:
             outputs = await client.infer("digits", {"image": images})
 
-    `AsyncClient` has the methods of `Client`, with two differences. There is no `submit`, because many tasks may await
-    responses concurrently. And the client connects at `async with` or at the first call, not when it is created; errors
-    of the connection are raised there. Cancelling a task that awaits `infer` cancels the request. A client must be used
-    in one event loop only.
+    `AsyncClient` has the methods of `Client`, with two differences. There is no `submit`: to run several requests at
+    once, await `infer` in several tasks. And the client connects at `async with` or at the first call, not when it is
+    created; errors of the connection are raised there. Cancelling a task that awaits `infer` cancels the request. A
+    client must be used in one event loop only.
 
     Args:
         address: as `Client`.
@@ -378,7 +378,7 @@ async def _iterate(inputs: InputSeries) -> AsyncIterator[Inputs]:
 
 
 async def _cancel_all(tasks: List[asyncio.Future[Any]], started: StartedRequests) -> None:
-    """Cancel the task that takes inputs and all requests that it has started, and wait until they have ended."""
+    """Cancel the task that takes inputs and the requests that it has started; wait until all of them have ended."""
     while tasks:
         for each in tasks:
             each.cancel()

@@ -1,8 +1,8 @@
 """Transport of the asyncio client. Many tasks share one connection for their calls.
 
 The event loop reads from the connection whenever data arrives. A task sends its message itself and then awaits a
-future. Each call has a future for its response. Tasks that wait for another change of the connection, such as its loss,
-await a future in `_change_waiters`.
+future. Each call has a future for its response. A task that waits for a change of the connection and not for a
+response, for example until the connection is established or closed, awaits a future in `_change_waiters`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WrongLoop(WeightdError):
 
 
 class _PauseEnded(WeightdError):
-    """Ends the pause before the next attempt of a call."""
+    """Raised when the pause of `sleep_unless_closed` is over; that method catches it."""
 
 
 class AsyncTransport:
@@ -112,7 +112,7 @@ class AsyncTransport:
             try:
                 target_sent = session.send(frames, call)
             except ConnectionLost as error:
-                # The daemon closed the new connection at once. Read until its message with the reason has arrived.
+                # The daemon closed the new connection at once. Read the message in which it gives the reason.
                 while not session.connection.closed:
                     self._read()
                 raise session.protocol_error or error from None
@@ -265,7 +265,7 @@ class AsyncTransport:
                 _resolve_future(future, in_time=False)
             else:
                 # The process was suspended past the deadline, and the loop has not yet read the data that arrived
-                # meanwhile. Allow more time for that.
+                # meanwhile. Allow more time for reading this data.
                 timer = loop.call_later(extended - time.monotonic(), partial(_resolve_future, future, in_time=False))
 
         timer = loop.call_later(max(0.0, deadline - started_at), on_deadline)

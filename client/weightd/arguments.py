@@ -44,7 +44,8 @@ def _to_float(value: Any) -> float:
 def parse_text(name: str, value: Any) -> str:
     """Return a string as a plain `str`.
 
-    Instances of subclasses, such as numpy's, may compare differently from their text.
+    An instance of a subclass of `str`, such as `numpy.str_`, is converted, because it may compare differently from its
+    text.
 
     Raises:
         InvalidArgument: `value` is not a string.

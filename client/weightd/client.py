@@ -167,8 +167,8 @@ class Client(OperatorCalls, Uncopied):
             out: numpy arrays that receive outputs, by output name. Dtype and shape of each array must match the output.
                 If the call fails, a worker may still write to these arrays for some time.
             timeout: seconds until the call fails; None for the client's default. When they have passed, the daemon
-                replies with the reason. If this reply does not arrive, the client waits for another tenth of the
-                timeout, at most 0.5 s.
+                replies with an error that gives the reason. If this reply does not arrive, the client waits for another
+                tenth of the timeout, at most 0.5 s.
             priority: requests with priority 1 are served first. The model's configuration sets the largest number,
                 which is served last. 0 or None selects the model's default. A request that has waited for long is
                 served before newer requests with smaller numbers, so every request is served eventually.
@@ -287,7 +287,7 @@ class Client(OperatorCalls, Uncopied):
         return self._query(queries.STATUS, timeout)
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return the daemon's counters and gauges. The daemon replies at once, because it keeps them up to date."""
+        """Return the daemon's counters and gauges. The daemon replies at once, because it always has current values."""
         return self._query(queries.METRICS, timeout)
 
     def close(self) -> None:
@@ -335,7 +335,8 @@ class Client(OperatorCalls, Uncopied):
 
         If the signature is not cached, request it first.
         """
-        # Reading detects a lost connection. A signature that was cached from a lost connection is outdated.
+        # Read first, because this detects a lost connection and then clears the cached signatures: they may be
+        # outdated.
         self._transport.read_available()
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
@@ -345,7 +346,8 @@ class Client(OperatorCalls, Uncopied):
                 metadata: ModelMetadataResponse = self._transport.wait(call, deadline + grace_s)
             except BaseException as error:
                 self._core.abort_metadata_call(prepared, error)
-                # The thread that reads from the connection may be waiting for this same metadata call.
+                # The thread that reads from the connection may be waiting for the response to the same metadata call.
+                # Wake it, so that it notices the error.
                 self._transport.wake_reader()
                 raise
             typed_inputs = to_typed_inputs(inputs, model, metadata.inputs)

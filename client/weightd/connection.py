@@ -192,7 +192,10 @@ class UnixConnection(DaemonConnection):
         self.sent_count += before - self.unsent_count
 
     def receive(self) -> List[Message]:
-        """See `DaemonConnection.receive`. A message that is too large lacks frames, so the decoder rejects it."""
+        """See `DaemonConnection.receive`. The stream drops frames of a message that is too large.
+
+        The decoder then rejects this message, because frames are missing.
+        """
         try:
             return self._stream.receive()
         except OSError:
@@ -203,7 +206,7 @@ class UnixConnection(DaemonConnection):
             ) from None
 
     def is_idle(self) -> bool:
-        """See `DaemonConnection.is_idle`. False if more data may be waiting: the last read filled its buffer."""
+        """See `DaemonConnection.is_idle`. If the last read filled its buffer, more data may be waiting."""
         return not self._stream.has_more
 
     def mark_broken(self) -> None:

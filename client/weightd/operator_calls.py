@@ -27,7 +27,7 @@ class OperatorCalls(abc.ABC):
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
         """Return the daemon's events that follow event number `after`, as many as fit into one response.
 
-        To read the events that follow these, pass the field `last` of the response as `after`.
+        To read the next events, call this method again with the field `last` of the response as `after`.
 
         Args:
             after: number of the last event that the caller has read; 0 for all events that the daemon has kept.
@@ -128,8 +128,9 @@ class OperatorCalls(abc.ABC):
 
         Args:
             model: the model's name, without a version.
-            action: "set" sends `percent` of the requests to `version`, and the other versions keep their proportions;
-                "promote" sends all of them to `version`; "abort" returns to the shares in the configuration.
+            action: "set" sends `percent` percent of the requests to `version`, and divides the remaining requests among
+                the other versions in their present proportions; "promote" sends all of them to `version`; "abort"
+                returns to the shares in the configuration.
             version: the number of a version; 0 with "abort".
             percent: the percentage for "set", 0 to 100.
             timeout: seconds to wait for the daemon's reply.

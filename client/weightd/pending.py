@@ -44,7 +44,8 @@ class PendingCall:
         done: whether the call has ended, with a response or with an error.
         request: the `Infer` message of an inference request; None for any other call.
         model: the name in a request for the signature of a model; "" for any other call.
-        lease: the tensors of the request and their shared memory; None if it uses none or the call is done.
+        lease: the tensors of the request and the shared memory that they use; None if the call uses no shared memory or
+            has ended.
     """
 
     _result: Any
@@ -79,7 +80,7 @@ class PendingCall:
             self._run_callbacks()
 
     def result(self) -> Any:
-        """Return the response of a call that has ended. The response to an inference request is its outputs by name.
+        """Return the response of a call that has ended; for an inference request, the outputs by name.
 
         Raises:
             RequestError: the request failed.
@@ -92,7 +93,8 @@ class PendingCall:
     def succeed(self, answer: Any) -> None:
         """End the call with a response."""
         self._result = answer
-        # A stored exception keeps this object alive through its traceback. It must not keep the arrays alive as well.
+        # If the caller stores an exception, its traceback keeps this object alive. Drop the lease, so that the arrays
+        # do not stay alive as well.
         self.lease = None
         self.done = True
         if self._callbacks:
@@ -114,7 +116,10 @@ class PendingCall:
 
 
 class Pending(Uncopied):
-    """A request in progress. Call `result` of several requests in any order. Dropping the object drops the response."""
+    """A request in progress. The results of several requests can be read in any order.
+
+    If the caller drops the object, the client drops the response, too.
+    """
 
     __slots__ = ("_cancel", "_poll", "_wait")
 

@@ -87,12 +87,12 @@ class Waker:
     def wait(self, poller: Any, deadline: float) -> bool:
         """Wait until a descriptor of the poller is ready or `set` is called; return False at the deadline."""
         timeout_ms = (deadline - monotonic()) * 1000
-        # Poll with the whole remaining time: `poll` never returns before its timeout. A negative timeout would wait
-        # forever.
+        # One call with the whole remaining time suffices, because without an event `poll` never returns before its
+        # timeout. A negative timeout would make it wait forever.
         ready: Sequence[Any] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
         if not ready:
-            # If the process was suspended past the timeout, Python reports no descriptor even if some are ready. Ask
-            # again.
+            # If the process was suspended past the timeout, Python reports no descriptor even if some are ready. Poll
+            # once more, without waiting.
             ready = poller.poll(0)
         if not ready:
             return False

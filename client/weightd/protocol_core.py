@@ -42,7 +42,7 @@ from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_
 if TYPE_CHECKING:
     from weightd.inputs import Inputs
 
-# Minimum number of tracked calls at which the entries of calls that their owners have dropped are removed.
+# Number of tracked calls from which on the client removes the entries of calls that their owners have dropped.
 _MIN_SWEEP_CALLS = 256
 
 # Maximum number of cached signatures. At this limit the cache is cleared. A daemon has no more models than this.
@@ -60,7 +60,7 @@ PreparedCall = Tuple[PendingCall, List[Any]]
 
 
 class VersionOutputs(Dict[str, Any]):
-    """Outputs by name from a model with several versions, of which the request has named none.
+    """Outputs by name of a request that named a model with several versions, but no version.
 
     Attributes:
         model: the name of the version that has answered, such as "resnet@2".
@@ -95,8 +95,8 @@ class ClientCore:
         self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.shm_tensors = ShmTensors(self._next_id)
-        # Signatures of models that were received over the current connection, and the calls that have requested
-        # signatures.
+        # By model: the signatures that were received over the current connection, and the calls that request a
+        # signature.
         self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
         self._metadata_calls: WeakValueDictionary[str, PendingCall] = WeakValueDictionary()
 
@@ -185,7 +185,7 @@ class ClientCore:
         return call, frames
 
     def abort_metadata_call(self, prepared: PreparedCall, error: BaseException) -> None:
-        """Fail a metadata call that was not sent because of `error`. Other threads may be waiting for its response."""
+        """Fail a metadata call if `error` prevented sending its message. Other threads may be waiting for the call."""
         call, frames = prepared
         if frames and not call.done and not self.is_tracked(call):
             kind = type(error) if isinstance(error, RequestError) else Unavailable
@@ -335,7 +335,8 @@ class ClientCore:
     def _remember_metadata(self, call: PendingCall, model: ModelMetadataResponse) -> None:
         if len(self._metadata_by_model) >= _MAX_CACHED_METADATA:
             self._metadata_by_model.clear()
-        # A request to a model with several versions is answered with the name of one version.
+        # If the call names a model with several versions, the response contains the name of one of them. Store the
+        # signature under the name in the call, because the next request will look for that name.
         self._metadata_by_model[call.model or model.name] = model
 
     def _next_id(self) -> str:
@@ -400,7 +401,7 @@ def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemotePro
 
 
 def _check_priority(priority: Any) -> None:
-    # Check the type before `_parameters` is called, because its cache treats True as 1.
+    # Check the type before `_parameters` is called, because the cache of `_parameters` cannot tell True from 1.
     if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
         raise InvalidArgument(
             f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"

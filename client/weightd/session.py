@@ -43,7 +43,7 @@ _MAX_GRACE_S = 0.5
 # If a wait ends more than this many seconds after its deadline, the process must have been suspended.
 _SUSPENDED_THRESHOLD_S = 0.1
 
-# Extra seconds for reading a response that arrived while the process was suspended, or that was arriving just then.
+# Extra seconds for reading a response that arrived while the process was suspended, or shortly afterwards.
 _RESUME_GRACE_S = 0.5
 
 
@@ -58,7 +58,7 @@ class ClientClosed(WeightdError):
     """A client was used after `close`, or was closed while a call was in progress."""
 
 
-# All sessions of this process. After a fork, the child marks them as unusable.
+# All sessions of this process. After a fork, the child process marks its copies of the sessions as unusable.
 _sessions: WeakSet[ClientSession] = WeakSet()
 
 
@@ -174,8 +174,8 @@ class ClientSession:
             has been sent.
 
         Raises:
-            ConnectionLost: nothing was sent. The connection is lost or, for a call, earlier data is still waiting to be
-                sent.
+            ConnectionLost: nothing was sent, because the connection is lost or, if `call` is given, because earlier
+                data is still waiting to be sent.
         """
         core = self.core
         connection = self.connection

@@ -35,8 +35,8 @@ _MIN_REGION_BYTES = 16 * 1024 * 1024
 # Maximum total size of a client's regions. Tensors that do not fit are sent in frames.
 MAX_BYTES = 2 * 1024 * 1024 * 1024
 
-# `take` looks for a block of the same size among this many blocks, those returned last: requests have few different
-# sizes.
+# Number of most recently returned blocks among which `take` looks for a block of the requested size. A few blocks
+# suffice, because requests have few different sizes.
 _RECENT_BLOCKS = range(4)
 
 
@@ -64,7 +64,8 @@ class MemfdRegion:
         self._free_list = FreeList(nbytes)
         self.returned_blocks: Deque[Tuple[int, int]] = deque()
         self.start_address: int = self._bytes.__array_interface__["data"][0]
-        # Whether each page is known to have memory. The kernel charges this memory to the client's process.
+        # For each page, whether the kernel is known to have allocated memory for it. The kernel charges this memory to
+        # the client's process.
         self._is_populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
 
     @property
@@ -90,7 +91,7 @@ class MemfdRegion:
         return Block(self, offset, nbytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Make the kernel allocate each page of a range, because a worker writes no output to a page without memory."""
+        """Make the kernel allocate each page of a range, because a worker writes outputs only to allocated pages."""
         end = offset + nbytes
         pages = self._is_populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         if not pages.all():
@@ -105,7 +106,7 @@ class MemfdRegion:
         self._bytes[offset : offset + array.nbytes] = array.reshape(-1).view(_BYTE)
 
     def offset_of(self, address: int, nbytes: int) -> Optional[int]:
-        """Return the offset in the region of `nbytes` bytes at `address`, or None if they are not all in it."""
+        """Return the offset of the `nbytes` bytes at `address`, or None if not all of them lie in this region."""
         offset = address - self.start_address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
@@ -146,16 +147,16 @@ class ShmArena:
         max_bytes: maximum total size of the regions in bytes.
 
     Attributes:
-        regions: the regions in which the client allocates. Each change replaces the tuple, so comparing tuples detects
-            it.
+        regions: the regions in which the client allocates. Each change creates a new tuple, so the operator `is`
+            detects a change.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self.regions: Tuple[MemfdRegion, ...] = ()
-        # The hooks that run at a fork find the arena in this set. After a fork both processes have the same memory, and
-        # this process cannot know how long the child uses an array.
+        # The hooks that run at a fork find the arena in this set. They retire its regions, because parent and child
+        # have the same memory after a fork, and the parent cannot know how long the child uses an array.
         with _fork_lock:
             _arenas.add(self)
 
@@ -232,13 +233,16 @@ class ShmArena:
         self._lock.release()
 
     def _retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
-        # A region with blocks in use is retired for good: another process may write to these blocks even after they are
-        # freed here.
+        # Never allocate in a region with blocks in use again: another process may write to these blocks even after this
+        # process has freed them.
         retired = [region for region in regions if not region.is_unused]
         self.regions = tuple(region for region in self.regions if region not in retired)
 
     def _drop_unused(self) -> None:
-        """Drop the regions without blocks in use before a larger region is created: they were too small."""
+        """Drop the regions that have no block in use, because they are too small.
+
+        The caller then creates a larger region.
+        """
         self.regions = tuple(region for region in self.regions if not region.is_unused)
 
     def _add_region(self, nbytes: int) -> Optional[MemfdRegion]:

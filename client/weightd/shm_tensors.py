@@ -39,7 +39,7 @@ SharedOutput = Tuple[int, str, int, int]
 
 
 class UserBuffer:
-    """Output buffer in an array of the caller that lies in a region. It has the same attributes as `Block`."""
+    """A caller's array in a region, used as an output buffer. It has the same attributes as `Block`."""
 
     __slots__ = ("_array", "nbytes", "offset", "region")
 
@@ -93,9 +93,9 @@ class ShmTensors:
             `take_region_messages` must be called before each request.
         leases: the leases whose memory workers may use, by request id. The request has not ended, or a worker may still
             write to its output buffers.
-        large_outputs: for requests with large outputs, by the id() of the request's description: the description
-            itself, which keeps the id() valid, the description of the response, and position, name and size in bytes of
-            each large output.
+        large_outputs: the large outputs of earlier requests, by the id() of the request's description. A value contains
+            this description, because its id() is valid only as long as the object exists; the description of the
+            response; and position, name and size in bytes of each large output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
@@ -109,9 +109,9 @@ class ShmTensors:
         self._lock = threading.Lock()
         # Changes with each connection.
         self._epoch = 0
-        # Whether regions can be registered on the current connection, and the ids that the daemon has assigned to
-        # regions.
+        # Whether regions can be registered on the current connection.
         self._can_share = False
+        # The ids that the daemon has assigned to regions.
         self._region_ids: Dict[MemfdRegion, str] = {}
         self._registering: Dict[str, MemfdRegion] = {}
         self._refused_regions: Set[MemfdRegion] = set()
@@ -161,7 +161,7 @@ class ShmTensors:
                     messages.append((register, region))
             self._refused_regions.intersection_update(regions)
             # A retired region cannot be unregistered while a block of it is in use here, because a request may be about
-            # to name it. With None, the next request checks again.
+            # to name it. None makes the next request check again.
             self.announced_regions = None if len(unused) < len(retired) else regions
         return messages
 
@@ -175,7 +175,7 @@ class ShmTensors:
     def on_refused(self, request_id: str) -> bool:
         """Return whether the failed message was the registration of a region.
 
-        The client does not register this region again.
+        If so, the client never registers this region again.
         """
         with self._lock:
             region = self._registering.pop(request_id, None)
@@ -259,7 +259,7 @@ class ShmTensors:
 
         An input that lies in a region stays where it is; any other input is copied to a new block.
         """
-        # An array that owns its memory is not in a region.
+        # An array that owns its memory (`base` is None) is in no region, so no search is needed.
         found = None if array.base is None else self.arena.find(array)
         if found is not None:
             region, offset = found

@@ -3,9 +3,9 @@
 Every thread sends its own messages, holding the lock of `_changed` and without blocking. One thread at a time is the
 reader. The reader waits in the kernel, without the lock, until data can be received or unsent data can be sent. Only
 the reader closes a connection. The other threads wait for the reader. A thread that expects a response waits in a
-`Waiter`. A thread that waits for another change of the connection waits at `_changed`; so does a thread whose message
-could be sent only in part. The reader must notify the threads at `_changed` when it steps down, because one of them may
-have to become the next reader.
+`Waiter`. A thread that waits for a change of the connection and not for a response waits at the condition `_changed`. A
+thread whose message could be sent only in part also waits there. The reader must notify the threads at `_changed` when
+it steps down, because one of them may have to become the next reader.
 
 `ReaderElection` selects the reader among the threads that wait for responses. The reader processes the messages for all
 threads until its own response arrives; then another thread takes over. An exception from outside, such as
@@ -72,7 +72,7 @@ class ThreadedTransport:
                 try:
                     target_sent = self._session.send(frames, call)
                 except ConnectionLost as error:
-                    # The daemon closed the new connection at once. Read until its message with the reason has arrived.
+                    # The daemon closed the new connection at once. Read the message in which it gives the reason.
                     self._wait_until_sent(self._session.connection, math.inf, deadline)
                     raise self._session.protocol_error or error from None
             if target_sent or (self._election.reader and not self._session.connection.is_level_triggered):
@@ -128,7 +128,7 @@ class ThreadedTransport:
             try:
                 target_sent: float = self._session.send(self._session.core.cancel_frames(call))
             except ConnectionLost:
-                target_sent = math.inf  # A lost connection ends the call as well.
+                target_sent = math.inf  # wait until the lost connection is closed, which ends the call as well
             # The garbage collector may close a `map` generator, which cancels its requests, while this thread reads. In
             # that case return at once, so that the interrupted read can continue.
             if self._election.is_current_reader:
@@ -167,7 +167,10 @@ class ThreadedTransport:
             self._waker.set()
 
     def _finish_send(self, target_sent: float, deadline: float) -> None:
-        """Wait until `target_sent` is reached, or wake the reader if its poll would miss messages. The lock is held."""
+        """Wait until `sent_count` reaches `target_sent`; if it is 0, wake a reader that misses messages.
+
+        The caller must hold the lock.
+        """
         connection = self._session.connection
         if target_sent:
             self._wait_until_sent(connection, target_sent, deadline)
@@ -191,7 +194,7 @@ class ThreadedTransport:
                 return
 
     def _wait_until_sent(self, connection: DaemonConnection, target_sent: float, deadline: float) -> None:
-        """Wait until `target_sent` is reached or the connection is closed. The caller's lock is released meanwhile."""
+        """Wait until `sent_count` reaches `target_sent` or the connection is closed. Releases the lock meanwhile."""
         self._election.blocked_count += 1
         try:
             self._waker.set()
@@ -297,9 +300,9 @@ class ThreadedTransport:
         return True
 
     def _notify_blocked(self) -> None:
-        """If the client is closed, close the connection. Wake the threads at `_changed`.
+        """Wake the threads at `_changed`. If the client is closed, close the connection first.
 
-        The caller has stepped down.
+        The caller must have stepped down as the reader.
         """
         if self._session.closed and self._election.try_read():
             with self._lock:
@@ -369,7 +372,7 @@ class ReaderElection:
         current_thread: returns the identifier of the calling thread; default `threading.get_ident`.
 
     Attributes:
-        reader: the identifier of the reader's thread, under the key None; empty while no thread is the reader.
+        reader: a dictionary with the reader's thread identifier under the key None; empty while there is no reader.
         blocked_count: the number of threads that wait for something other than a response. The reader must notify them
             when it steps down.
     """
@@ -380,14 +383,14 @@ class ReaderElection:
         # The function is looked up at run time, not at import, because gevent and eventlet replace
         # `threading.get_ident`.
         self._current_thread = threading.get_ident if current_thread is None else current_thread
-        # Protects the list of waiters, and each transfer of the role from one waiter to another.
+        # Protects the list of waiters, and each transfer of the reader's role from one thread to another.
         self._lock = threading.Lock()
         self._waiters: List[Waiter] = []
 
     def try_read(self, *, reentrant: bool = True) -> bool:
         """Make the calling thread the reader unless another thread is. Return whether the calling thread is the reader.
 
-        If not `reentrant`, return False if the calling thread was the reader already.
+        If `reentrant` is False and the calling thread was the reader already, return False.
         """
         thread = self._current_thread()
         return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
@@ -427,8 +430,7 @@ class ReaderElection:
         """Stop reading and elect the next reader. Return the number of blocked threads; the caller must notify them."""
         if not self._waiters:
             self.reader.clear()
-        # A thread may have begun to wait after the first check, and failed to become the reader before the role was
-        # free.
+        # Check again: a thread may have begun to wait after the first check, when it could not become the reader yet.
         if self._waiters:
             self._elect_next()
         return self.blocked_count

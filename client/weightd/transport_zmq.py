@@ -111,8 +111,8 @@ class ZeroMqConnection(DaemonConnection):
         # called. Polling the monitor with `zmq.Poller` instead would take a few microseconds per call.
         monitor_descriptor = self._monitor.FD
         self._monitor_poller = new_poller((monitor_descriptor,))
-        # For frames that it does not copy, pyzmq waits in a thread until they are sent. Under eventlet this thread is a
-        # green thread and would block all others, so copy every frame.
+        # If pyzmq does not copy a frame, a thread of pyzmq waits until the frame is sent. Under eventlet this thread is
+        # a green thread, and its wait would block all other green threads, so copy every frame.
         self._copy_below_bytes = math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_io.ZERO_COPY_BYTES
         self.descriptors = (self._socket.FD, monitor_descriptor)
 
@@ -146,8 +146,8 @@ class ZeroMqConnection(DaemonConnection):
                 )
             if self.address.startswith("tcp://"):
                 raise Unavailable(f"no daemon at {self.address}: no response")
-            # libzmq has scheduled another attempt. Wait for it if only the backlog of the listener is full, and raise
-            # any other error.
+            # libzmq has scheduled another attempt to connect. Wait for this attempt only if the backlog of the listener
+            # is full; `check_reachable` raises any other error.
             addresses.check_reachable(self.address)
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
@@ -200,7 +200,7 @@ class ZeroMqConnection(DaemonConnection):
             return messages
 
     def is_idle(self) -> bool:
-        """See `DaemonConnection.is_idle`. Only after this check does the descriptor signal the next message."""
+        """See `DaemonConnection.is_idle`. The descriptor reports the next message only after this call."""
         with self._lock:
             wanted_events = _POLLIN | _POLLOUT if self._send_queue else _POLLIN
             return self.closed or not (self.is_broken or cast(int, self._socket.getsockopt(_EVENTS)) & wanted_events)
@@ -235,7 +235,8 @@ class ZeroMqConnection(DaemonConnection):
             return messages
 
     def _has_monitor_event(self) -> bool:
-        # After the handshake, every monitor event means that the connection is lost. The caller must then close it.
+        # After the handshake, every monitor event means that the connection is lost. The caller must then close the
+        # connection.
         return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
 
 

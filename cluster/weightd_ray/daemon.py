@@ -31,7 +31,7 @@ class DaemonEndpoint(Protocol):
     """The interface by which a replica starts and stops its daemon."""
 
     async def start(self) -> str:
-        """Return the daemon's address as soon as it is known.
+        """Start the daemon if necessary; return its address as soon as the address is known.
 
         Raises:
             FailedPrecondition: the daemon cannot start.
@@ -44,7 +44,7 @@ class DaemonEndpoint(Protocol):
 
     @property
     def failure(self) -> str:
-        """The reason why the daemon has failed permanently; "" while it has not."""
+        """The reason why the daemon has failed permanently; "" if it has not failed permanently."""
         ...
 
 
@@ -119,15 +119,15 @@ class EmbeddedDaemon:
         try:
             await asyncio.wait_for(self._has_ended.wait(), _STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            # The supervisor does not react, for example because it was stopped by SIGSTOP. The kernel kills the daemon
-            # together with the supervisor, and the next replica on this host removes the files.
+            # Kill the supervisor, which does not react, for example because it was stopped by SIGSTOP. The kernel then
+            # kills the daemon, too, and the next replica on this host removes the files of both.
             if self._supervisor_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._supervisor_pid, signal.SIGKILL)
 
     @staticmethod
     def _send_order(process: subprocess.Popen[bytes], order: bytes) -> None:
-        """Send the order to the supervisor, and wait until its initial process has forked the supervisor and exited."""
+        """Send the order to the started process, and wait until this process has forked the supervisor and exited."""
         assert process.stdin is not None  # noqa: S101 - for the type checkers
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(order)
@@ -135,7 +135,7 @@ class EmbeddedDaemon:
         process.wait()
 
     async def _read_reports(self, reports: asyncio.StreamReader) -> None:
-        """Process the supervisor's reports until it exits."""
+        """Process the reports of the supervisor until the supervisor exits."""
         try:
             async for line in reports:
                 self._on_report(json.loads(line))

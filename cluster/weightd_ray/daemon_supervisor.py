@@ -3,8 +3,8 @@
 A replica may be killed at any moment, alone or together with its raylet, and Ray kills the children of a worker that
 exits. Therefore the supervisor detaches from the replica, and detects the replica's end by the end of file on a pipe.
 The daemon is a child of the supervisor, and the kernel kills the daemon if the supervisor dies. In that case the next
-replica on the host removes the files of both (`work_dirs`). One directory contains everything that the daemon needs:
-its sockets, its cache and its configuration, which the supervisor writes.
+replica on the host removes the files of the supervisor and the daemon (`work_dirs`). One directory contains everything
+that the daemon needs: its sockets, its cache and its configuration, which the supervisor writes.
 
 The supervisor reads an order, one line of JSON with the model tables, from stdin. The end of file after this line means
 that the replica stops or has been killed. Each line on stdout is a report to the replica in JSON. stderr is the log of
@@ -108,8 +108,8 @@ _BACKOFF_RESET_S = 60.0
 _MAX_ORDER_BYTES = 256 * 1024
 
 # Exit statuses (weightd_daemon.exit_codes) after which a restart would fail again: usage errors, invalid configuration,
-# and a file that cannot be created. A restart does not help with the file either, because no other process uses the
-# directory and could remove the cause.
+# and a file that cannot be created. For such a file a restart cannot help, because no other process uses the directory
+# and could remove the cause.
 _PERMANENT_FAILURES = frozenset({64, 73, 78})
 
 
@@ -158,7 +158,7 @@ class DaemonSupervisor:
         self._backoff = Backoff()
 
     def run(self) -> None:
-        """Start the daemon, and restart it whenever it exits, until a stop or a permanent failure."""
+        """Start the daemon. Restart it whenever it exits, until the supervisor should stop or a restart cannot help."""
         while True:
             started_at = time.monotonic()
             self._report({"starts": True})
@@ -211,7 +211,7 @@ def main() -> int:
             _send_report({"failed": str(error)})
             return 1
         except OSError as error:
-            # An error such as a full disk may come without a path.
+            # If the error has no path, as for a full disk, report the base directory.
             _send_report({"failed": f"{error.filename or sys.argv[1]}: {error.strerror}"})
             return 1
     return 0

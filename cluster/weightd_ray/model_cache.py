@@ -149,7 +149,7 @@ class ModelCache:
             self._remove_unused(max_kept)
 
     def _remove_unused(self, max_kept: int) -> None:
-        """Remove unused models, except for the `max_kept` that were used last."""
+        """Remove unused models, except for the `max_kept` models that were used most recently."""
         entries = sorted(self._models.glob("?" * 64), key=lambda each: each.stat().st_mtime, reverse=True)
         unused = [each for each in entries if not _is_used(each)]
         for each in unused[max_kept:]:
@@ -157,7 +157,7 @@ class ModelCache:
 
 
 def _check_files(files: Sequence[PublishedFile]) -> None:
-    """Check that a model has files, and that their names do not lead out of its directory.
+    """Check that a model has files, and that the names of the files do not lead out of the model's directory.
 
     Raises:
         FailedPrecondition: the check fails.

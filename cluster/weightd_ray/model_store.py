@@ -74,8 +74,8 @@ def publish(path: str | os.PathLike[str]) -> str:
         try:
             store = ray.remote(ModelStoreActor).options(**options).remote()
         except ValueError:
-            # Ray raises this error if an actor of this name exists: the model is already published, or is being
-            # published.
+            # Ray raises this error if an actor of this name exists. If the model is completely published, return its
+            # name; if it is still being published, `_get_content` raises `Unavailable`.
             _get_content(sha256)
             return PUBLISHED_PREFIX + sha256
         try:
@@ -102,7 +102,7 @@ def unpublish(model: str) -> None:
 
 
 async def fetch(sha256: str, base: Path) -> CachedModel:
-    """Return a published model as files on this host; a separate thread fetches them.
+    """Return a published model as files on this host. A separate thread fetches the files.
 
     Raises:
         RequestError: the model is not available.

@@ -224,7 +224,7 @@ def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
 
 
 def _placeholder_file(table: Mapping[str, Any]) -> str:
-    """Return a stand-in for the file name of a published model, because the real name is unknown here."""
+    """Return a stand-in for the file name of a published model, whose real name this process does not know."""
     engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 

@@ -35,11 +35,12 @@ from weightd_ray.options import Arguments
 # Seconds between two checks of a daemon that does not listen yet.
 _POLL_INTERVAL_S = 0.05
 
-# Seconds after which clients are asked to retry while a restarted daemon loads its model. The duration of the load is
-# not known.
+# While a restarted daemon loads its model, the replica asks clients to retry after this number of seconds. The actual
+# duration of the load is not known.
 _RETRY_S = 1.0
 
-# Seconds of timeout that a request has at least, if its references were resolved just before its deadline.
+# Minimum timeout of a request in seconds. It applies if the references of a request were resolved just before its
+# deadline.
 _MIN_TIMEOUT_S = 1e-6
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
@@ -110,7 +111,8 @@ class Replica:
         config = GatewayConfig(
             max_body_bytes=arguments.max_body_bytes,
             max_memory_bytes=max(arguments.max_memory_bytes, 2 * arguments.max_body_bytes),
-            # This limit is never reached, because Serve limits the concurrent requests of the replica to fewer.
+            # The gateway's limit is never reached, because Serve limits the concurrent requests of the replica to a
+            # lower number.
             max_in_flight=max(GatewayConfig.max_in_flight, 2 * arguments.max_ongoing_requests),
             timeout=arguments.request_timeout,
             page=False,
@@ -166,7 +168,8 @@ class Replica:
             try:
                 self._is_verified = await self._check_ready() and starts == self._start_count
             except FailedPrecondition:
-                # If the daemon has been restarted during the check, the error came from the previous daemon: try again.
+                # If the daemon has been restarted during the check, the error came from the previous daemon. In that
+                # case, ignore the error and check again.
                 if starts == self._start_count:
                     raise
             if self._daemon.failure:
@@ -244,7 +247,8 @@ class Replica:
             name: each for name, each in inputs.items() if isinstance(each, Awaitable)
         }
         timeout_s = self._arguments.request_timeout if timeout is None else timeout
-        # An invalid timeout is returned unchanged: the daemon client rejects it.
+        # Without references there is nothing to resolve. An invalid timeout is returned unchanged, because the daemon
+        # client rejects it.
         if not (references and 0 < timeout_s <= _MAX_TIMEOUT_S):
             return inputs, timeout
         resolved, deadline = dict(inputs), time.monotonic() + timeout_s
@@ -312,5 +316,6 @@ async def _await_reference(name: object, reference: Awaitable[Any], timeout_s: f
     except asyncio.TimeoutError:
         raise DeadlineExceeded(f"{input_label}: the referenced object did not arrive in time") from None
     except Exception as error:
-        # The task that should have created the object failed, or Ray lost the object: not an error of the model.
+        # The task that should have created the object has failed, or Ray has lost the object. This is no error of the
+        # model, so report an invalid argument.
         raise InvalidArgument(f"{input_label}: cannot get the referenced object: {type(error).__name__}") from error

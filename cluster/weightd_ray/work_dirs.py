@@ -84,7 +84,8 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             lock_fd = _open_lock(each / "lock")
         except OSError:
-            # The entry is not a working directory, or its replica has just removed it.
+            # The lock cannot be opened, because the entry is not a working directory, or because its replica is just
+            # removing it. Remove the remaining files.
             shutil.rmtree(each, ignore_errors=True)
             continue
         try:

@@ -53,7 +53,7 @@ def socket_address(directory: str) -> str:
 
 
 def daemon_key(address: str) -> str:
-    """Return a short name for use in file names, computed from a daemon's address. It differs for each address."""
+    """Return a short name for use in file names, computed from a daemon's address. Each address has another name."""
     return hashlib.sha256(os.fsencode(address)).hexdigest()[:12]
 
 

@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 class Family(NamedTuple):
     """A metric family: a name, a type ("counter", "gauge" or "histogram"), a help text, and a sample per label set.
 
-    `samples` computes the samples from a metrics response.
+    The function `samples` computes the samples from a metrics response.
     """
 
     name: str

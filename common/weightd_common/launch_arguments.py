@@ -12,8 +12,8 @@ class GroupMember(NamedTuple):
 
     Attributes:
         model: the path of the model's snapshot. Models that share weights have the same path.
-        snapshot_identity: the identity and digest of the snapshot, or "". If the identity still matches, the worker
-            need not read all files again to compute the digest.
+        snapshot_identity: the identity and digest of the snapshot, or "". If the files of the snapshot still have this
+            identity, the worker uses the digest and need not read the files.
         options: the engine options of the model, as JSON.
         sample: the path of an .npz file of inputs for the self-test, or "" to generate the inputs.
         tolerance: the largest accepted difference between two answers to the same self-test inputs.

@@ -15,7 +15,8 @@ def is_connected_to_journal(environment: Mapping[str, str], descriptor: int) -> 
     """Return whether systemd has connected the descriptor to the journal.
 
     JOURNAL_STREAM in `environment` names the device and inode of the journal's socket. A child process inherits this
-    variable even if its output goes elsewhere, so the function compares the descriptor's device and inode with it.
+    variable even if its output goes elsewhere, so the function compares the descriptor's device and inode with the
+    variable.
     """
     try:
         status = os.fstat(descriptor)
@@ -52,7 +53,7 @@ def to_one_line(text: str) -> str:
 
 
 def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> str:
-    """Return the progress of a load as text, such as "43 %, about 20 s left". An unknown part is left out.
+    """Return the progress of a load as text, such as "43 %, about 20 s left". A value that is unknown is left out.
 
     Args:
         fraction: the completed part of the load from 0 to 1; None if unknown.

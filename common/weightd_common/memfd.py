@@ -69,7 +69,8 @@ def checked_size(descriptor: int) -> int:
     """Return the size of received shared memory in bytes, after checking that the size cannot change.
 
     This function never blocks, even if the sender passes the descriptor of a file on its own FUSE file system. But
-    closing such a rejected descriptor may block, so the caller must close it where this delays no other client.
+    closing such a rejected descriptor may block, so the caller must close the descriptor where a delay affects no
+    other client.
 
     Raises:
         NotShareable: the descriptor is not a suitable memfd.
@@ -87,8 +88,8 @@ def checked_size(descriptor: int) -> int:
         raise NotShareable("expected a memfd that can be read, got one that is open for writing only")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:
-        # Huge pages come from a pool. If the pool is empty when a process accesses the page, the process dies with
-        # SIGBUS.
+        # Huge pages come from a pool. If the pool is empty when a process accesses such a page, the process dies with
+        # SIGBUS. So reject huge pages.
         raise NotShareable(f"expected a memfd of pages of {mmap.PAGESIZE} bytes, got pages of {page}")
     nbytes = os.fstat(descriptor).st_size
     if not nbytes:

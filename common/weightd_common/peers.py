@@ -105,7 +105,8 @@ class Peers:
             address = _address(remote[0])
             interface = _LOOPBACK_INTERFACE if address.is_loopback else self._local_interface(address)
             if interface is None and remote[0] == local[0]:
-                # The connection is from this host, but the kernel cannot be asked which interface has the address.
+                # The connection is from this host, but the kernel cannot be asked which interface has the address. So
+                # assume the loopback interface.
                 interface = _LOOPBACK_INTERFACE
             if interface is None:
                 return Peer(_host(address))

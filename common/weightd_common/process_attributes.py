@@ -41,7 +41,7 @@ _STAT_FIELDS = (
 def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
     """Return the OOM score adjustment of this process, or None if it cannot be read.
 
-    A child that has just been started has inherited the daemon's OOM score adjustment.
+    In a child that has just been started, this is the daemon's OOM score adjustment, which the child has inherited.
 
     Args:
         file: the file with the score.
@@ -56,7 +56,7 @@ def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
 def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[int] = None) -> None:
     """Raise the OOM score, so that the kernel kills this process before the daemon.
 
-    Raising the score needs no privilege. If it fails nevertheless, the process continues.
+    Raising the score needs no privilege. If the score cannot be raised, the process continues without an error.
 
     Args:
         role: a key of SCORES_ABOVE_DAEMON.
@@ -95,7 +95,7 @@ class ProcessTitle:
         """Replace the command line that `ps` shows.
 
         If the kernel allows it, the process registers a new buffer. Otherwise the words overwrite the original command
-        line, truncated to its size. If neither is possible, nothing happens.
+        line, truncated to its size. If neither is possible, the command line stays unchanged.
         """
         if self._map is None:
             return

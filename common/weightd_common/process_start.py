@@ -87,8 +87,8 @@ def disable_core_dumps(file: str = _COREDUMP_FILTER) -> None:
 def silent_while_importing() -> Generator[None, None, None]:
     """Let SIGINT kill the process silently in the block, which imports modules.
 
-    Imports take a while, and Python would print a long traceback when the user presses Ctrl-C meanwhile. After the
-    block, SIGINT raises KeyboardInterrupt again. If SIGINT is ignored, it stays ignored.
+    Imports take a while, and Python would print a long traceback when the user presses Ctrl-C during the imports.
+    After the block, SIGINT raises KeyboardInterrupt again. If SIGINT is ignored, it stays ignored.
     """
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if python_handles:
@@ -215,8 +215,8 @@ def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
                 return status
         elif received.si_code <= 0 or received.si_signo == signal.SIGHUP:
             # A positive code shows that the kernel has sent the signal for a key such as Ctrl-C at the terminal. The
-            # child receives such a signal itself, because it is in the same process group, except SIGHUP, which the
-            # kernel sends to this process alone.
+            # kernel has sent such a signal to the child as well, because the child is in the same process group. So of
+            # these signals, forward only SIGHUP, which the kernel sends to this process alone.
             os.kill(child, received.si_signo)
 
 

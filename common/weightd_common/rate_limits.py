@@ -9,8 +9,8 @@ from typing import Dict, Generic, Iterator, Optional, Tuple, TypeVar
 
 T = TypeVar("T")
 
-# Minimum number of stored buckets at which full buckets are dropped. A full bucket is like a new one. The next drop
-# happens when the number of buckets has doubled.
+# When this many buckets are stored, all full buckets are dropped, because a full bucket is like a new one. The next
+# drop happens when the number of stored buckets has doubled.
 _MIN_DROP_SIZE = 1024
 
 # Maximum number of keys with separate limits in a RateLimitedLog. All further keys share one limit.
@@ -107,7 +107,8 @@ class RateLimitedLog:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        # For each key: the time from which its next event may be logged, and the number of events since its last line.
+        # For each key: the time from which its next event may be logged, and the number of its events since its last
+        # log line.
         self._entries: Dict[str, Tuple[float, int]] = {}
         # Time at which the first of the entries expires. Before then, `_drop_expired` would find nothing to drop.
         self._forget_at = 0.0
@@ -117,7 +118,7 @@ class RateLimitedLog:
 
         Returns:
             None if the caller should not log the event. Otherwise the number of the key's events that were suppressed
-            since its last line.
+            since the key's last log line.
         """
         if key not in self._entries and len(self._entries) >= _MAX_KEYS and now >= self._forget_at:
             self._drop_expired(now)
@@ -163,7 +164,10 @@ class RoundRobinQueue(Generic[T]):
         self._items_by_user.setdefault(user, {})[item] = None
 
     def take(self) -> T:
-        """Remove and return the first item of the user whose turn it is. This user's next turn is after all others."""
+        """Remove and return the first item of the user whose turn it is.
+
+        This user's next turn is after the turns of all other users.
+        """
         return self.take_of(next(iter(self._items_by_user)))
 
     def take_of(self, user: Optional[str]) -> T:

@@ -215,8 +215,8 @@ class SafePathWalker:
         while names:
             name = names.pop()
             if name == "..":
-                # Go back to the directory before on the walked path. The kernel's ".." could lead elsewhere, if a user
-                # has moved the current directory meanwhile.
+                # Go back to the previous directory of the walked path. The kernel's ".." could lead elsewhere, if a
+                # user has moved the current directory since the walk reached it.
                 del descriptors[max(1, len(descriptors) - 1) :]
                 continue
             found = self._close_at_exit(_open_entry(descriptors[-1], name))

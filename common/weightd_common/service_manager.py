@@ -16,7 +16,7 @@ import time
 from typing import Dict, List, Mapping, MutableMapping, Optional, Sequence, Tuple
 
 SEND_TIMEOUT_S = 2.0
-"""Seconds to wait until the service manager accepts a message that must not be lost, because its queue may be full."""
+"""If the service manager's queue is full, a message that must not be lost waits at most this number of seconds."""
 
 CLIENTS = "clients"
 """Name under which `ServiceManager.inherited` lists the sockets on which clients connect."""
@@ -172,8 +172,8 @@ def _listen_fds(environment: Mapping[str, str]) -> Sequence[Tuple[int, str]]:
 def _group_by_name(descriptors: Sequence[Tuple[int, str]], stored: Sequence[str]) -> Mapping[str, List[int]]:
     inherited: Dict[str, List[int]] = {}
     for descriptor, name in descriptors:
-        # Only stored descriptors have known names. If a socket unit sets no name for its sockets, systemd names them
-        # after the unit, or "unknown" in old versions.
+        # Only the names of stored descriptors are known, so all other descriptors get the name CLIENTS. If a socket
+        # unit sets no name for its sockets, systemd names them after the unit, or "unknown" in old versions.
         is_own = name in stored and not _is_listening(descriptor)
         inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
@@ -182,8 +182,8 @@ def _group_by_name(descriptors: Sequence[Tuple[int, str]], stored: Sequence[str]
 def _is_listening(descriptor: int) -> bool:
     """Return whether the descriptor is a listening socket.
 
-    The daemon never stores a listening socket, so such a socket is from a socket unit, even if the unit has given it
-    the name of a stored descriptor.
+    The daemon never stores a listening socket. So a listening socket is from a socket unit, even if the unit has given
+    the socket the name of a stored descriptor.
     """
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False

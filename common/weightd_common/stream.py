@@ -135,7 +135,7 @@ class Stream:
         return self.flush()
 
     def _send_chunks(self, chunks: List[Any], descriptors: Sequence[int]) -> bool:
-        """Send a message without joining its frames: it is too large, or has descriptors, or earlier data is unsent."""
+        """Send a message that is too large to join its frames, that has descriptors, or that follows unsent data."""
         if not self._frame_writer.nbytes:
             try:
                 sent = self.connection.sendmsg(chunks, _rights(descriptors))

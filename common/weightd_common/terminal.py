@@ -27,7 +27,7 @@ _REDELIVERY_INTERVAL_S = 1.0
 
 
 def ends_on_hangup() -> bool:
-    """Return whether SIGHUP should end this process: unless the parent ignores SIGHUP, as `nohup` does.
+    """Return whether SIGHUP should end this process; False if the parent ignores SIGHUP, as `nohup` does.
 
     Call this function before the process installs its own handler for SIGHUP.
     """

@@ -171,7 +171,7 @@ _NAME_PATTERN = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NA
 
 
 def check_name(kind: str, name: str) -> Iterator[FieldError]:
-    """Yield an error if the user has chosen an invalid name. `kind` is what has the name, such as "model"."""
+    """Yield an error if the user has chosen an invalid name. `kind` says what is named, such as "model"."""
     if not _NAME_PATTERN.fullmatch(name):
         yield FieldError(
             f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "

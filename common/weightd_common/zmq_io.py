@@ -65,8 +65,8 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
     """Return the first frames of the next message: at most one more than allowed, so that the caller can reject it.
 
-    If the attribute `more` of the last frame is true, the message has further frames. Then call `skip_frames` until all
-    are dropped, before the next message is read.
+    If the attribute `more` of the last frame is true, the message has further frames. Call `skip_frames` until these
+    frames are dropped, before you read the next message.
 
     Raises:
         zmq.ZMQError: no message is available.

@@ -45,7 +45,7 @@ def open_input(path: str) -> BinaryIO:
     """
     try:
         if path == STDIN:
-            if not hasattr(sys.stdin, "buffer"):  # sys.stdin is None if the parent process has closed it
+            if not hasattr(sys.stdin, "buffer"):  # sys.stdin is None if the parent process has closed stdin
                 raise BadInput("stdin: closed")
             return _read_all("stdin", sys.stdin.buffer)
         file = Path(path).open("rb")  # noqa: SIM115 - the caller closes the file

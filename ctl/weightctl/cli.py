@@ -68,7 +68,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             with redelivering_interrupts():
                 return _run(parser().parse_args(arguments))
         finally:
-            if hasattr(sys.stdout, "flush"):  # sys.stdout is None if the parent process has closed it
+            if hasattr(sys.stdout, "flush"):  # sys.stdout is None if the parent process has closed stdout
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED

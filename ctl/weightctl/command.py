@@ -116,8 +116,8 @@ def explain_denied(client: Client) -> Generator[None, None, None]:
 def operation_on(client: Client, model: str, operation: str) -> Generator[None, None, None]:
     """Within the block, explain the errors of an operation on a model.
 
-    A denied operation gets a hint. A timeout becomes one of the errors below, which tell an operation that takes long
-    from a daemon that does not respond.
+    The error for a denied operation gets a hint. After a timeout, this function sends the daemon another request, in
+    order to tell an operation that takes long from a daemon that does not respond.
 
     Raises:
         NotComplete: the daemon responds; the operation has not completed and continues.

@@ -134,7 +134,8 @@ class Exporter:
         self._is_loopback = is_loopback
         self._answer: Optional[asyncio.Future[Answer]] = None
         self._expires_at = 0.0
-        # Open connections, oldest first: those whose request is incomplete, and all others.
+        # Open connections, oldest first: `_silent` contains the connections whose request is incomplete, `_answered`
+        # all others.
         self._silent: Dict[asyncio.StreamWriter, None] = {}
         self._answered: Dict[asyncio.StreamWriter, None] = {}
 

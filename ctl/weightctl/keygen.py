@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
 
 
 def _write_key_pair(name: str) -> Dict[str, str]:
-    """Write the files of the secret and the public key. If one fails, leave neither behind."""
+    """Write the files of the secret and the public key. If one cannot be written, remove the other."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
     secret_text = format_key_file(SECRET, secret, "The secret key: only its owner may read it.")

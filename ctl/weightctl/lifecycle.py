@@ -86,7 +86,7 @@ def _command(help_text: str, description: str, command: str) -> Command:
 def _run(client: Client, options: argparse.Namespace, command: str) -> int:
     """Execute a command for each of the models. After an error, continue with the next model.
 
-    If there is only one model, its error is raised.
+    If the command names only one model, the error of this model is raised.
     """
     statuses = {exit_codes.OK}
     results = {}

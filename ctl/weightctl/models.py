@@ -55,13 +55,16 @@ def _list_models(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:
-    """Return the signature of a model, or None if it does not serve: the daemon would reply only once it does."""
+    """Return the signature of a model, or None if the model does not serve.
+
+    For a model that does not serve, no request is sent, because the daemon would reply only once the model serves.
+    """
     if model.state != "serving":
         return None
     try:
         return client.metadata(model.name)
     except RequestError:
-        return None  # The model was unloaded after the status was read
+        return None  # the model stopped serving after the status was read
 
 
 def _model_row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:

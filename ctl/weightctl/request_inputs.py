@@ -100,7 +100,7 @@ def parse_seconds(argument: str) -> float:
 
 
 def make_example(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
-    """Return the shape of each input with which the model has run, by name; empty if no such shapes are known."""
+    """Return shapes with which the model has already run, by input name; empty if the daemon knows none."""
     return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
 
 

@@ -1,4 +1,4 @@
-"""`weightctl rollout`: change which versions of a model answer the requests that name no version."""
+"""The command `weightctl rollout`: changes the shares of the requests that the versions of a model answer."""
 
 from __future__ import annotations
 

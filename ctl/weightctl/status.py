@@ -140,7 +140,7 @@ def render(response: StatusResponse, total: int) -> str:
         total: the memory use of the whole service, including models that are not in `response`.
     """
     up = duration(response.uptime_s)
-    # The daemon sends pid 0 to a client that may see only its own requests.
+    # A client that may see only its own requests gets the pid 0 from the daemon. In that case, print no pid.
     pid = f", pid {response.pid}" if response.pid else ""
     lines = [f"weightd {clean(response.version)}: {clean(response.state)}{pid}, up {up}"]
     if response.note:
@@ -278,7 +278,7 @@ def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[st
 
 
 def _origin_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield how processes were created and why they were not forked, grouped by both."""
+    """Yield lines that group processes by the way they were created and by the reason why they were not forked."""
     names_by_origin: Dict[Tuple[Optional[str], str], List[str]] = {}
     for process in generation.processes:
         names_by_origin.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
@@ -312,7 +312,7 @@ def _short(name: str, prefix: str) -> str:
 
 def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
     if any(process.role == "rank" for process in generation.processes):
-        return  # ranks share no weights, because each has its own slice
+        return  # sharing saves nothing, because each rank has its own slice of the weights
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
     copy, saved = generation.copy_bytes, generation.saved_bytes
     workers = count(sharing, "worker")

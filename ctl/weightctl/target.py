@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> Non
 
 @contextlib.contextmanager
 def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, None]:
-    """Connect to the daemon and wait until the model is ready. Within the block, provide the model.
+    """Context manager that connects to the daemon, waits until the model is ready, and provides the model.
 
     Raises:
         RequestError: the model does not exist, or is not ready within the timeout.
@@ -80,7 +80,7 @@ class BenchTarget(NamedTuple):
 class ProgressLine:
     """A line on stderr whose text is replaced by each update and erased at the end.
 
-    Nothing is shown without a terminal.
+    If stderr is not a terminal, nothing is shown.
     """
 
     def __enter__(self) -> ProgressLine:
@@ -103,7 +103,7 @@ class ProgressLine:
 
 
 class CounterSample(NamedTuple):
-    """Counters of a model, which the daemon counts from its start.
+    """Counters of a model since the start of the daemon.
 
     Attributes:
         requests: the number of requests that were served.

@@ -131,14 +131,14 @@ def signatures_json(tensors: Sequence[TensorSignature]) -> List[Dict[str, Any]]:
 
 
 def version_line(version_set: VersionSetStatus) -> str:
-    """Return which versions of a model answer the requests that name no version."""
+    """Return a line with the versions of a model that answer the requests without a version, and their shares."""
     shares = ", ".join(f"{each.percent:g} % to version {each.version}" for each in version_set.shares if each.percent)
     source = ", by weightctl rollout" if version_set.is_rollout else ""
     return f"{clean(version_set.name)}: requests without a version go {shares}{source}"
 
 
 def load_lines(model: ModelStatus) -> Iterator[str]:
-    """Yield a line if the model is not loaded at the daemon's start, and a line if its number of workers varies."""
+    """Yield a line if the daemon does not load the model at its start, and a line if the number of workers varies."""
     if model.load != "start":
         when = {"on_demand": "on demand", "manual": "by weightctl load"}.get(model.load, clean(model.load))
         charged = f", charged to tenant {clean(model.owner)}" if model.owner else ""

@@ -1,5 +1,5 @@
 """The daemon: starts holders and workers, watches them, and routes requests to them.
 
-It imports no engine and uses no card, so that none of these can crash or block it. It forwards the bytes of tensors
-without interpreting them.
+The daemon imports no engine and uses no card, so that neither can crash or block the daemon. It forwards the bytes of
+tensors without interpreting them.
 """

@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _is_serve_command(arguments: Sequence[str]) -> bool:
-    """Return whether the command starts a daemon, so that a zygote for its ZeroMQ proxies is forked first."""
+    """Return whether the command starts a daemon, for whose ZeroMQ proxies a zygote has to be forked first."""
     name = next((each for each in arguments if not each.startswith("-")), "")
     return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)
 

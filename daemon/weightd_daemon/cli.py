@@ -105,7 +105,7 @@ def _example_command(socket: str, model: str) -> str:
 
 
 def _client_address(socket: str) -> str:
-    """Return the address for clients: PATH instead of ipc://PATH, so that they try the Unix socket beside it."""
+    """Return the address for clients: PATH instead of ipc://PATH, so that clients try the Unix socket beside PATH."""
     return socket.removeprefix("ipc://")
 
 
@@ -171,7 +171,7 @@ def _print_plan(config: Config) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> NoReturn:
-    """Execute the gateway's program in this process. It runs no code of the daemon."""
+    """Replace this process by the gateway's program, which runs no code of the daemon."""
     program = [sys.executable, "-m", "weightd_gateway"]
     os.execv(sys.executable, [*program, *commandline.to_gateway_arguments(options)])  # noqa: S606 - no shell is wanted
 

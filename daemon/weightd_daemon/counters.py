@@ -155,7 +155,7 @@ class ProcessCounters:
             each.unexpected_exits += 1
 
     def on_lost(self, count: int = 1) -> None:
-        """Count processes that became unusable, even if they reported it; other processes may replace them."""
+        """Count processes that became unusable, even if they reported the failure; other processes may replace them."""
         for each in self._counters:
             each.on_lost(count)
 
@@ -216,7 +216,7 @@ class CounterRegistry:
         """Yield a record for the counter store of each model with a counter above 0."""
         for model, counters in list(self._by_model.items()):
             if counters.is_zero:
-                continue  # most models that load on demand may never have been used
+                continue  # write nothing for a model that was never used, as most models that load on demand
             yield ModelCounterRecord(
                 model,
                 counters.requests.to_record(),

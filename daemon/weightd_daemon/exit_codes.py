@@ -8,7 +8,7 @@ from weightd_common import commandline
 
 OK = 0
 MODEL_FAILED = 1  # the daemon ran, but a model could not be served
-PROCESS_DIED = 2  # the daemon was stopped on request, but a child process had exited unexpectedly before
+PROCESS_DIED = 2  # the daemon was shut down on request, but a child process had exited unexpectedly before
 USAGE = commandline.EXIT_USAGE
 CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, directory or thread is unavailable, or another daemon has the socket
 CONFIG = 78  # EX_CONFIG: the configuration is invalid, so another start would fail, too

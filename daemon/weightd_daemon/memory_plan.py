@@ -80,7 +80,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(config: Config) -> MemoryPlan:
-    """Return the memory plan of a valid configuration; it omits models on cards, which have no such budget."""
+    """Return the memory plan of a valid configuration; it omits models on cards, which the budget does not cover."""
     needs = _measured_needs(config.daemon.counters_file)
     models = tuple(
         _plan_model(name, model, needs.get(name))

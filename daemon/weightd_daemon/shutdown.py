@@ -1,4 +1,4 @@
-"""State machine of the daemon's stop, with the states serving, draining and stopping.
+"""State machine of the daemon's shutdown, with the states serving, draining and stopping.
 
 `SHUTDOWN` lists every legal transition. Any other pair of state and event raises IllegalTransition.
 """
@@ -13,9 +13,9 @@ from weightd_daemon.platform.event_loop import Timer
 
 
 class ShutdownState(enum.Enum):
-    """Phase of the stop."""
+    """Phase of the shutdown."""
 
-    SERVING = "serving"  # no stop was requested
+    SERVING = "serving"  # no shutdown was requested
     DRAINING = "draining"  # new requests are rejected; accepted requests are finished
     STOPPING = "stopping"  # not waiting for requests; models are stopped, or left to the next daemon
 
@@ -23,9 +23,9 @@ class ShutdownState(enum.Enum):
 class ShutdownEvent(enum.Enum):
     """Event that moves `Shutdown` to another state."""
 
-    STOP = "stop"  # a stop was requested
+    STOP = "stop"  # a shutdown was requested
     DRAINED = "drained"  # every accepted request is finished, or the drain timeout has passed
-    FORCE = "force"  # a stop was requested again: do not wait for requests
+    FORCE = "force"  # a shutdown was requested again: do not wait for requests
 
 
 SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
@@ -37,13 +37,13 @@ SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
 
 
 class Shutdown:
-    """The current state of a daemon's stop. It changes only by the transitions in `SHUTDOWN`.
+    """The current state of a daemon's shutdown. It changes only by the transitions in `SHUTDOWN`.
 
     Args:
         on_timeout: called with the current time when the drain timeout has passed.
 
     Attributes:
-        has_begun: whether a stop was requested, so that new requests are rejected.
+        has_begun: whether a shutdown was requested, so that new requests are rejected.
         timer: calls `on_timeout`. `Daemon.stop` sets it to the end of the drain timeout.
     """
 
@@ -59,7 +59,7 @@ class Shutdown:
             IllegalTransition: `SHUTDOWN` lists no transition for the event in the current state.
         """
         self._state = advance(SHUTDOWN, self._state, event)
-        # This is an attribute, not a property, because it is read for every request.
+        # `has_begun` is an attribute, not a property, because it is read for every request.
         self.has_begun = self._state is not ShutdownState.SERVING
 
     @property
@@ -69,5 +69,5 @@ class Shutdown:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the daemon no longer waits for requests."""
+        """Whether the shutdown no longer waits for accepted requests."""
         return self._state is ShutdownState.STOPPING

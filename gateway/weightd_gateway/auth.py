@@ -66,7 +66,8 @@ class Authenticator:
         """
         caller = None
         if token is not None:
-            # The lookup compares digests, so its duration reveals nothing about the token.
+            # The lookup compares digests instead of tokens, so the duration of the lookup reveals nothing about the
+            # valid tokens.
             caller = self.tokens.get(token_digest(token))
             if caller is None:
                 raise Unauthenticated("unknown token")

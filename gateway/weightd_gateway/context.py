@@ -52,5 +52,5 @@ class Frontend(Protocol):
     async def stop(self, grace_s: float) -> None:
         """Stop accepting requests; return when the requests in flight have ended, or after `grace_s` seconds.
 
-        May be called before `start`, or after `start` has failed half-way.
+        This method may also be called before `start`, or after `start` has failed half-way.
         """

@@ -86,7 +86,8 @@ class DaemonClient:
         """Return the daemon's version and the names of the models that are visible to the caller.
 
         Raises:
-            RequestError: the request failed. The other methods raise this class for every failure, too.
+            RequestError: the request failed. All other methods that send requests also raise `RequestError` if they
+                fail.
         """
         return await _await_response(self._client(caller).server())
 
@@ -144,7 +145,7 @@ class DaemonClient:
         try:
             await _await_response(response)
         finally:
-            # Drop the cached responses, so that the next status shows the change.
+            # Drop the cached responses, so that the next status and the next metrics show the change.
             self._statuses.clear()
             self._metrics.clear()
 

@@ -34,7 +34,8 @@ STATUSES: Mapping[str, ErrorStatus] = {
     "NOT_FOUND": ErrorStatus(404, 5),
     "PERMISSION_DENIED": ErrorStatus(403, 7),
     "RESOURCE_EXHAUSTED": ErrorStatus(429, 8),
-    # Not 400 as in gRPC's own mapping to HTTP: the operator must fix the model, not the caller the request.
+    # 503, although gRPC's own mapping to HTTP is 400: the operator must fix the model; the request of the caller is
+    # valid.
     "FAILED_PRECONDITION": ErrorStatus(503, 9),
     "INTERNAL": ErrorStatus(500, 13),
     "UNAVAILABLE": ErrorStatus(503, 14),

@@ -38,7 +38,10 @@ class FairShareQueue(Generic[T]):
         self._waiting[user].append(item)
 
     def get(self) -> tuple[Hashable, T]:
-        """Remove the next item; return its user and the item. Of users with equal time, the first to wait is next."""
+        """Remove the next item; return its user and the item.
+
+        If several users have the least accumulated time, the one that has waited longest is next.
+        """
         user = min(self._waiting, key=self._used_s.__getitem__)
         items = self._waiting.pop(user)
         item = items.popleft()
@@ -69,8 +72,8 @@ _MAX_TIMES_FREE = 3
 class FairLimit:
     """Counts the units of a limited resource that each caller holds, and keeps one caller from taking all units.
 
-    All callers of a tenant share one count. Each caller without a tenant has a separate count, and so has each peer,
-    which is given by its key as text. For the caller None, only the total of all callers is limited.
+    A caller is a `Caller`, or a peer's key as text. All callers of a tenant share one count; each caller without a
+    tenant and each peer has a separate count. For the caller None, only the total of all callers is limited.
 
     Args:
         limit: the total number of units.
@@ -87,8 +90,8 @@ class FairLimit:
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
         """Take `count` units if the limits allow it; return whether they were taken.
 
-        `held` is the number of units that the caller already holds for the same request. If the caller holds no others,
-        only the total is limited: a caller's only request may use all free units.
+        `held` is the number of units that the caller already holds for the same request. If the caller holds no units
+        for other requests, only the total is limited: a caller's only request may use all free units.
         """
         free = self._limit - self.in_use - count
         if free < 0:
@@ -161,7 +164,7 @@ class AdmissionControl:
             permit.release()
 
     def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
-        """Return a permit for the bytes of a response, which the caller must release after the response has been sent.
+        """Return a permit for the bytes of a response. Release the permit after the response has been sent.
 
         Raises:
             TooLarge: the response alone is larger than `max_bytes`.
@@ -173,7 +176,7 @@ class AdmissionControl:
 
 
 class Permit:
-    """Permission to process a request; keeps account of the bytes that are reserved for the request.
+    """Permission to process a request; counts the bytes that are reserved for the request.
 
     Args:
         byte_limit: counts the reserved bytes of all requests.
@@ -225,7 +228,7 @@ PIPELINE_PASSES = 32
 
 
 class PipelinedStarter:
-    """Starts pipelined HTTP requests one at a time, in turns between peers, `PIPELINE_PASSES` passes apart.
+    """Starts pipelined HTTP requests one at a time, in turns between peers, every `PIPELINE_PASSES` passes.
 
     Args:
         call_soon: schedules a function for the next pass of the event loop.
@@ -259,7 +262,7 @@ class PipelinedStarter:
 
 
 class FairRunner:
-    """Runs work immediately while a pass of the event loop has used less than `SLICE_S`; then queues work by peer.
+    """Runs work immediately for up to `SLICE_S` seconds in each pass of the event loop; queues further work by peer.
 
     Args:
         call_soon: schedules a function for the next pass of the event loop.

@@ -44,9 +44,9 @@ def set_up() -> None:
 class HeapGrowth:
     """Decides when freed memory should be returned. Pure: no I/O.
 
-    An attempt is due at each check while resident memory exceeds its lowest value by more than `GROWTH_BYTES`. If an
-    attempt returns little, the process is using the memory. Then the next check is skipped; after further such
-    attempts, the next `_MAX_SKIPPED` checks.
+    While resident memory exceeds its lowest value by more than `GROWTH_BYTES`, each check starts an attempt to return
+    memory. If an attempt returns little memory, the process is still using it. The next check then starts no attempt.
+    If further attempts return little, `_MAX_SKIPPED` checks after each attempt start no attempt.
     """
 
     def __init__(self) -> None:

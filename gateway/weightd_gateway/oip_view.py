@@ -26,7 +26,8 @@ _EXTENSIONS = (
 )
 _SHARED_MEMORY = "system_shared_memory"
 
-# Repository index states of models that cannot serve, by weightd's state. Any other state is reported as LOADING.
+# States in the repository index of models that are not ready, by weightd's state of the model. Models in any other
+# state of weightd are reported as LOADING.
 _INDEX_STATES: Mapping[str, str] = {
     "failed": "UNAVAILABLE",
     "gone": "UNAVAILABLE",
@@ -133,12 +134,12 @@ def state_of(model: ModelMetrics) -> str:
 
 
 def model_of(name: str) -> str:
-    """Return the model in the daemon's name of a model or of a version."""
+    """Return the model's name from the daemon's name of a model or version, such as "resnet" from "resnet@2"."""
     return split_version(name)[0]
 
 
 def version_of(name: str) -> str:
-    """Return the version in the daemon's name of a model or of a version; a model without versions has one."""
+    """Return the version from the daemon's name of a model or version; `ONLY_VERSION` if the name has none."""
     return split_version(name)[1] or ONLY_VERSION
 
 
@@ -166,8 +167,8 @@ def _statistics_view(model: ModelMetrics, failures: int) -> View:
         "name": model_of(model.name),
         "version": version_of(model.name),
         "last_inference": 0,
-        # In Triton this is the number of rows. For models whose rows the daemon does not know, it is the number of
-        # requests.
+        # In Triton, `inference_count` is the number of rows. Here it is the number of requests for models whose rows
+        # the daemon does not know.
         "inference_count": round(model.batch_rows.sum) or requests["count"],
         "execution_count": model.executions,
         "inference_stats": {

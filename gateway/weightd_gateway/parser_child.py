@@ -15,7 +15,7 @@ from typing import Any
 from weightd_gateway.parser_process import COUNT, LENGTH, ParserFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
-# After a task that has more bytes than this together with its result, the child returns freed memory to the kernel.
+# If a task and its result together have more bytes than this limit, the child then returns freed memory to the kernel.
 _LARGE_BYTES = 256 * 1024
 
 

@@ -30,7 +30,8 @@ T = TypeVar("T")
 IDLE_S = 30.0
 
 PARSE_TIMEOUT_S = 10.0
-"""Maximum seconds of a task; then its child is killed. The largest task takes less than a second on an idle core."""
+"""Maximum seconds of a task. After this time, the gateway kills the child process that runs the task. The largest task
+takes less than a second on an idle core."""
 
 SMALL_BYTES = 128 * 1024
 """Maximum bytes of JSON or protobuf of a small task. The most expensive small task takes some ten milliseconds."""

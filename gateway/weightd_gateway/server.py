@@ -60,8 +60,8 @@ class GatewayServer:
 
         def on_hangup() -> None:
             if terminal.has_closed():
-                # When a terminal closes, both kernel and shell may send SIGHUP. So a second SIGHUP does not shorten the
-                # shutdown.
+                # When a terminal closes, both kernel and shell may send SIGHUP. Therefore a second SIGHUP, unlike a
+                # second SIGTERM, does not shorten the shutdown.
                 stop_requested.set()
             else:
                 self._reload()

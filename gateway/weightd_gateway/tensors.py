@@ -157,7 +157,7 @@ def from_typed(
 ) -> Array:
     """Return the tensor of a flat list whose values all have numpy's type `source_dtype`.
 
-    The list may have at most `max_values` values, which is what the request's other tensors have left of `MAX_VALUES`.
+    The list may have at most `max_values` values: the part of `MAX_VALUES` that the request's other tensors do not use.
 
     Raises:
         InvalidArgument: the datatype cannot represent a value, or the number of values does not match the shape.
@@ -211,7 +211,8 @@ def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
             array = np.array([*map(int, flat)] if dtype.kind in "iu" else flat, dtype)
     except OverflowError:
         array = None
-    # Too large values have become infinity: in numpy, or, for numbers such as 1e999, when Python parsed the JSON.
+    # Reject infinity, which numpy returns for values that are too large. For JSON numbers such as 1e999, Python's
+    # parser already returns infinity.
     if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
@@ -222,7 +223,7 @@ def _is_whole(value: object) -> bool:
 
 
 def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
-    """Check that an output has at most `max_values` values, which is what other outputs have left of `MAX_VALUES`.
+    """Check that an output has at most `max_values` values: the part of `MAX_VALUES` that other outputs do not use.
 
     Raises:
         TooLarge: the output has more values.

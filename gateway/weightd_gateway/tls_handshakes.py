@@ -90,7 +90,7 @@ class HandshakeLimiter:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def take(self, key: str | None, begin: Work) -> None:
-        """Call `begin` once the handshake may start: now, or when another handshake calls `release`."""
+        """Call `begin` once the handshake may start: now, or after the `release` of another handshake."""
         if key not in self._waiting and self._limit.take(key):
             begin()
         else:
@@ -190,8 +190,8 @@ class Handshakes:
             loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
         )
         try:
-            # After this pass of the event loop, the task has installed asyncio's TLS protocol, which has not received
-            # data yet.
+            # Wait for the next pass of the event loop. By then the task `upgrade` has installed asyncio's TLS protocol,
+            # and the protocol has not received data yet.
             await asyncio.sleep(0)
             inner = raw.get_protocol()
             raw.set_protocol(_ThrottledProtocol(raw, inner, connection, partial(self._runner.run, peer.key)))
@@ -292,7 +292,8 @@ class _EarlyData(asyncio.Protocol):
         return True
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        # asyncio may have scheduled this call before `hand_over`, when the connection had no other protocol.
+        # asyncio may have scheduled this call before `hand_over` attached the protocol of the connection. Pass the call
+        # on.
         if self._protocol is not None:
             self._protocol.connection_lost(cast("Exception | None", exc))
 

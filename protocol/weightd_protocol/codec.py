@@ -363,7 +363,7 @@ def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, A
 
 
 def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
-    # msgpack passes a list of pairs; its pure Python version passes an iterator.
+    # msgpack passes a list of pairs, but its pure Python version passes an iterator, which can be read only once.
     listed = list(pairs)
     fields = dict(listed)
     if len(fields) != len(listed):
@@ -408,7 +408,7 @@ def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> Field
 
 
 def _extent(tensor: TensorSpec) -> int:
-    """Return the size of the tensor in bytes if each dimension of 0 were 1."""
+    """Return the size in bytes that the tensor would have if each dimension of 0 were 1."""
     return replace(tensor, shape=tuple(dim for dim in tensor.shape if dim)).nbytes
 
 

@@ -22,8 +22,8 @@ from weightd_protocol.messages.worker import Predict, PredictResult
 # Maximum size of a cached rest in bytes. A longer rest is decoded again for each message.
 _MAX_REST_BYTES = 512
 
-# Smallest message number that this module encodes. msgpack writes numbers from 2**32 on in eight bytes, and the numbers
-# that the daemon assigns are larger than that.
+# Smallest message number that this module encodes. msgpack writes numbers from 2**32 on in eight bytes. The daemon
+# assigns only such numbers to messages.
 _MIN_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
@@ -65,7 +65,7 @@ def remember_tail(envelope: bytes, message: Any) -> None:
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
     if cls is Predict and (message.step or message.model_index):
-        return  # These fields are part of the same bytes, and may differ in the next message
+        return  # The stored bytes would contain these two fields, whose values may differ in the next message
     splitter = SPLITTERS.get(cls)
     rest = None if splitter is None or shared is None else shared_rest(splitter, envelope)
     if splitter is not None and rest is not None:
@@ -125,7 +125,7 @@ SPLITTERS: Dict[Type[Any], EnvelopeSplitter] = {
 
 
 def _type_prefixes(cls: Type[Any]) -> Tuple[bytes, bytes]:
-    """Return the beginnings of envelopes up to the id: of one that ends with the id, and of one with another field."""
+    """Return two beginnings of an envelope, up to the id: with no field after the id, and with one field after it."""
     head = SPLITTERS[cls].type_prefix
     return bytes([0x83]) + head, bytes([0x84]) + head
 

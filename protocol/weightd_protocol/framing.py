@@ -149,7 +149,7 @@ class FrameReader:
         return memoryview(self._buffer)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> List[Message]:
-        """Record that `count` bytes were read into `read_buffer`. Return the message if that completed it."""
+        """Record that `count` bytes were read into `read_buffer`. Return the message if it is now complete."""
         messages: List[Message] = []
         self.missing_bytes -= count
         if not self.missing_bytes:
@@ -302,7 +302,7 @@ class FrameWriter:
     def on_written(self, count: int) -> None:
         """Remove the first `count` bytes from the queue, because they were written.
 
-        Their descriptors have been sent.
+        The file descriptors that were queued with these bytes have been sent and are removed as well.
         """
         self.nbytes -= count
         while count:

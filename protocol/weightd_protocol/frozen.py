@@ -65,7 +65,7 @@ def _hash(self: Any) -> int:
 
 
 def _values(self: Any) -> Tuple[object, ...]:
-    # The codec stores additional attributes in messages. Only the fields are compared.
+    # The codec stores additional attributes in messages, so compare only the fields.
     return tuple([getattr(self, name) for name in self.__dataclass_fields__])
 
 

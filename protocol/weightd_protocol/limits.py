@@ -18,7 +18,7 @@ MAX_STATUS_BYTES = 4 * 1024 * 1024
 MAX_CHILD_HEADER_BYTES = 1024 * 1024
 
 # Maximum size of a frame in bytes, also set as ZMQ_MAXMSGSIZE on both sides: libzmq disconnects a peer that announces a
-# larger frame, before it allocates memory.
+# larger frame, before libzmq allocates memory for the frame.
 MAX_FRAME_BYTES = 1024 * 1024 * 1024
 
 # Maximum number of frames before the tensor frames: the envelope and the description of the tensors.
@@ -48,8 +48,8 @@ MAX_DIM = 2**40
 # Maximum length of a request id in bytes. Two UUIDs fit, and so does a client's own numbering.
 MAX_ID_BYTES = 128
 
-# Maximum length of a name in bytes. People write names, or export them from module paths. The longest file name has
-# about the same length.
+# Maximum length of a name in bytes. People write names, or export them from module paths. Linux has about the same
+# limit for a file name.
 MAX_NAME_BYTES = 256
 
 # Maximum length of a model's name in bytes. It is short because file names and process names contain it.
@@ -61,7 +61,8 @@ MAX_TEXT_BYTES = 4096
 # Maximum length of the path of a model file or page store: PATH_MAX of Linux.
 MAX_PATH_BYTES = 4096
 
-# Maximum timeout of a request in microseconds: one hour. Requests that may take longer are batch processing.
+# Maximum timeout of a request in microseconds: one hour. A longer computation is batch processing, for which weightd is
+# not meant.
 MAX_TIMEOUT_US = 3_600_000_000
 
 # Maximum number of models of one daemon. A status response has room for many times as many names of full length.
@@ -70,7 +71,8 @@ MAX_MODELS = 1024
 # Versions of one model.
 MAX_MODEL_VERSIONS = 64
 
-# Devices of one daemon: twice the number of cards in a host. Also the maximum number of ranks of a model.
+# Maximum number of devices of one daemon: twice the number of cards in a host. Also the maximum number of ranks of a
+# model.
 MAX_DEVICES = 64
 
 # Maximum number of models in a model group, which share one process. Their signatures must fit into one header between
@@ -94,7 +96,8 @@ MAX_REFUSAL_REASONS = 64
 # Maximum number of listeners for ZeroMQ clients. Each listener has its own process.
 MAX_LISTENERS = 64
 
-# Maximum number of generations of one model in a status response: the serving generations, and earlier ones that drain.
+# Maximum number of generations of one model in a status response: the serving generations, and earlier generations that
+# still finish requests.
 MAX_GENERATIONS = 64
 
 # Maximum number of processes of one generation: a holder, its workers (the configuration allows 1,024) and processes

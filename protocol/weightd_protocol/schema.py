@@ -24,7 +24,8 @@ T = TypeVar("T")
 # An alias of `dict`. Comparing a type with `dict` itself would make type checkers infer a dict of unknown types.
 _MAP: Type[Any] = dict
 
-# Maximum number of characters of a received value in an error text, and maximum number of bits of an integer.
+# Maximum number of characters of a received value in an error text, and maximum number of bits of an integer whose
+# digits the text shows.
 _MAX_SHOWN_CHARACTERS = 40
 _MAX_SHOWN_BITS = 128
 
@@ -336,8 +337,8 @@ def _fill_defaults(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]])
 
 
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
-    # For each field: its name, its conversion, whether it is left out if it is None, and another converted value for
-    # which it is left out.
+    # For each field: its name, its conversion, whether it is left out if it is None, and, for `omit_default`, its
+    # converted default, for which it is left out as well.
     fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
         (
             field.name,

@@ -27,7 +27,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 @functools.lru_cache(maxsize=None)
 def parser() -> argparse.ArgumentParser:
-    """Return the argument parser. A fork server builds it once, and the processes forked from it share its memory."""
+    """Return the argument parser, which is built only once.
+
+    A fork server calls this function before it forks, so that all forked processes share the memory of the parser.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker",
         description="A process of weightd. The daemon starts it; do not start it by hand.",
@@ -75,7 +78,8 @@ def read_arguments() -> List[str]:
     """Return the arguments on stdin, a JSON list of strings, followed by the arguments of the command line.
 
     The daemon passes the arguments on stdin because they contain names of models, and every user of the host can read
-    the command line. Afterwards stdin is /dev/null. If `--help` is the only argument, stdin is not read.
+    the command line. Afterwards stdin is /dev/null. If `--help` is the only argument, the function does not read
+    stdin.
 
     Raises:
         SystemExit: stdin does not contain a JSON list of strings.

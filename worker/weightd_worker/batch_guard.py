@@ -4,8 +4,9 @@ The holder tests batching with generated rows, which have the dimensions of the 
 dimensions. So a worker also runs the requests of some batches alone, and compares the answers:
 
 - the first batch of each shape;
-- further batches, until the worker has compared as many rows as the holder, because only few rows may differ;
-- later, one of many batches as a sample.
+- further batches, until the worker has compared as many rows as the holder, because perhaps only a few of many rows
+  get another answer;
+- after that, one of many batches as a sample.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _MAX_SPECIAL_REQUESTS = 64
 _log = logging.getLogger("weightd.worker")
 
 
-# Number of batches of which one is kept as a sample and compared again when the worker is idle. A batch with more than
-# _MAX_SAMPLE_BYTES is not kept.
+# Of this many batches, the guard keeps one as a sample. When the worker is idle, it compares the sample batch again. A
+# batch with more than _MAX_SAMPLE_BYTES is never kept.
 _RECHECK_INTERVAL = 1000
 _MAX_SAMPLE_BYTES = 16 * 1024 * 1024
 
@@ -88,8 +89,8 @@ class BatchGuard:
             is_exact: whether the answer to a request in a batch must equal its answer alone, bit for bit.
             case: the shapes of the inputs in the holder's row test, apart from the number of rows; None without a
                 self-test.
-            compared_rows: the holder has compared batches of every size up to this number of rows, and this process is
-                known to give the same answers as the holder; otherwise 0.
+            compared_rows: the number of rows up to which the holder has compared batches of every size; 0 if this
+                process may give other answers than the holder.
             special_kinds: kinds of special floats (`SpecialFloats`). With `is_exact`, requests that contain such floats
                 run alone.
         """
@@ -101,7 +102,7 @@ class BatchGuard:
 
     @property
     def is_check_due(self) -> bool:
-        """Whether a sample batch is kept, which the worker should compare again when it is idle."""
+        """Whether the guard keeps a sample batch that the worker should compare again when it is idle."""
         return self._shadow_checks is not None and self._shadow_checks.is_due
 
     def run_due_check(self) -> None:
@@ -127,8 +128,8 @@ class BatchGuard:
         if not (self._unbatchable_principals or self._special_kinds):
             return ()
         found = {index for index, each in enumerate(principal_ids) if each in self._unbatchable_principals}
-        # Report these principals again. The daemon would not have batched their requests if it had received the first
-        # report: it has not read the report yet, or it was restarted after the report.
+        # Report these principals again. That the daemon has batched their requests shows that it does not know the
+        # first report: it has not read the report yet, or it was restarted after the report.
         for principal in sorted({principal_ids[index] for index in found}):
             self._reply((BatchMismatch(self._unbatchable_principals[principal], (principal,)), ()))
         if self._special_kinds:
@@ -160,7 +161,7 @@ class BatchGuard:
             self.stop_batching(note)
             return
         if not new:
-            return  # an earlier comparison has already found these principals; this batch ran before
+            return  # these principals are already known: this batch ran before the comparison that found them
         principals_text = "1 principal" if len(new) == 1 else f"{len(new)} principals"
         _log.warning("requests of %s are no longer batched: %s", principals_text, note)
         self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
@@ -182,8 +183,8 @@ class RowsDiffer(NotBatchable):
     """The answers to some rows of a batch differ from the answers to the same rows run alone.
 
     Attributes:
-        principal_ids: the principals whose rows get other answers in any batch; empty if this is not known, or if the
-            rows of one principal change the answers to another principal's rows.
+        principal_ids: the principals whose rows get other answers in any batch; empty if these principals are not
+            known, or if the rows of one principal change the answers to another principal's rows.
     """
 
     def __init__(self, text: str, principal_ids: Sequence[int]) -> None:
@@ -232,7 +233,7 @@ class ShadowChecks:
 
     @property
     def is_due(self) -> bool:
-        """Whether a sample batch is kept for another comparison."""
+        """Whether this object keeps a sample batch that should be compared again."""
         return self._pending is not None
 
     def can_batch(self, merged: BatchLayout) -> bool:
@@ -312,8 +313,9 @@ class ShadowChecks:
         """Return the principals whose rows get other answers even without rows of other principals in the batch.
 
         For each principal with differing answers, the method runs a batch that consists only of copies of this
-        principal's rows. If the answers are then the same as alone, rows of another principal have changed them. Such
-        rows may change the answers to any principal, so the result is empty.
+        principal's rows. If this batch gives the same answers as the rows alone, the rows of another principal have
+        changed the principal's answers in the original batch. Such rows may change the answers to any principal, so
+        the method returns no principals.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.principal_ids or layouts[0] != layouts[1]:

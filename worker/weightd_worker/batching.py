@@ -43,7 +43,7 @@ class BatchLayout:
         specs: names, datatypes and shapes of the merged inputs.
         output_layout: the layout of the outputs for which `slices` was computed; () before that. The caller sets it.
         slices: the part of the outputs for each request.
-        is_tested: whether it is known that each request gets the same answer as alone.
+        is_tested: whether it is known that each request gets the same answer in such a batch as alone.
 
     Raises:
         InvalidArgument: the requests differ in more than their number of rows, or an input has no rows.

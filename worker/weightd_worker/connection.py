@@ -106,7 +106,8 @@ class WorkerConnection:
 
         Always return True, because the message is not lost; see `ChannelConnection.send`.
         """
-        # Sending may reset the edge-triggered descriptor of the socket, so `receive` has to query the events.
+        # Sending may make the socket's edge-triggered descriptor unreadable although a message has arrived. So
+        # `receive` must query the events.
         self._has_zmq_event = True
         zmq_io.send(self._socket, frames)
         return True
@@ -131,8 +132,8 @@ class WorkerConnection:
         try:
             read(channel, messages)
         except ConnectionError:
-            # The daemon has exited or closed the channel. The ZeroMQ socket may still receive a last order, and reports
-            # a reconnect.
+            # The daemon has exited or closed the channel, so stop polling the channel. Continue to poll the ZeroMQ
+            # socket: it may still receive a last order, and it shows when a daemon runs again.
             self._epoll.unregister(channel.fileno())
 
     def _read_socket(self, messages: List[Frames]) -> None:
@@ -140,7 +141,7 @@ class WorkerConnection:
             messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
-        """Connect the channel if the ZeroMQ socket has connected. Return True if that is a reconnect."""
+        """Connect the channel if the ZeroMQ socket has connected. Return True if it had connected before."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             zmq_io.receive_event(self._monitor)
             self._connection_count += 1

@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def probe(device: str) -> Dict[str, Any]:
-    """Return the content of the line of JSON: the card's memory and kind, and the number of cards.
+    """Return the values that `main` prints as JSON: the card's memory and kind, and the number of cards.
 
     Raises:
         BuildError: the device is not a card, or this process sees no card with this number.
@@ -90,5 +90,6 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Exit without the exit handlers of native libraries, because some crash. The kernel frees all resources.
+    # Exit without running the exit handlers of native libraries, because some of these handlers crash. The kernel frees
+    # all resources.
     os._exit(status)

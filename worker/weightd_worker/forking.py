@@ -118,7 +118,8 @@ class Forker:
             pid = clone()
             if not pid:
                 self._run_child(order, child_main, read_fd, write_fd)
-            # The new process waits for this byte. It exits if this process exits or cannot report it to the daemon.
+            # The new process waits for the byte that is sent here. If this process exits, or cannot report the new
+            # process to the daemon, it sends no byte, and the new process exits.
             if report(Forked(order.name, pid)):
                 with contextlib.suppress(BrokenPipeError):
                     os.write(write_fd, b"\0")
@@ -130,8 +131,9 @@ class Forker:
         def delayed_main() -> int:
             os.close(write_fd)
             if not os.read(read_fd, 1):
-                # If the daemon has received the report nevertheless, SIGKILL shows it that the new process has not
-                # failed by itself, and the daemon starts another one.
+                # The forking process has sent no byte, but the daemon may have received the report nevertheless. If
+                # this process dies by SIGKILL, the daemon knows that this process has not failed by itself, and starts
+                # another one.
                 os.kill(os.getpid(), signal.SIGKILL)
             self._process_state.initialize_child(order.log)
             return child_main()
@@ -166,7 +168,8 @@ class ProcessState:
     def __init__(self) -> None:
         self.oom_score = process_attributes.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
-        # The handler is None if it was not installed by Python, or if no signal has this number.
+        # The handler is None if Python has not installed it, or if no signal has this number. Such a handler cannot be
+        # restored.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask = os.umask(0o77)
@@ -174,7 +177,7 @@ class ProcessState:
         self._directory = _current_directory()
 
     def restore(self) -> None:
-        """Reset this process to this state, which processes that are forked later inherit.
+        """Reset this process to the stored state. Processes that are forked later inherit this state.
 
         Raises:
             OSError: the working directory no longer exists.
@@ -270,8 +273,8 @@ def clone() -> int:
     libc = ctypes.PyDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     arguments = (_SYS_CLONE[platform.machine()], _FLAGS, 0, 0, address, address)
-    # The address is passed twice because the order of the last two arguments, tls and child_tid, depends on the
-    # architecture. With these flags the kernel ignores tls.
+    # The address of the thread id is passed twice because the order of the last two arguments, tls and child_tid,
+    # depends on the architecture. With these flags the kernel ignores tls.
     words = [ctypes.c_long(each) for each in arguments]
     _pythonapi.PyOS_BeforeFork()
     pid = int(libc.syscall(*words))

@@ -39,8 +39,8 @@ from weightd_worker.forking import Forker
 
 _log = logging.getLogger("weightd.worker")
 
-# The fork server has the OOM score of a holder. The processes forked from it survive its loss, but later processes must
-# be spawned, which takes more time and memory.
+# The fork server has the OOM score of a holder, so the kernel kills workers first. If the fork server is killed, the
+# processes forked from it survive, but all later processes must be spawned, which takes more time and memory.
 _ROLE = "holder"
 
 

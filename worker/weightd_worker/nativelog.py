@@ -61,7 +61,10 @@ class NativeLog:
 
 
 class _ErrorTranslator:
-    """Context manager of `NativeLog.translate_errors`. A generator would slow down each predict."""
+    """Context manager of `NativeLog.translate_errors`.
+
+    A generator function instead of this class would slow down each predict.
+    """
 
     __slots__ = ("_error", "_log", "_start")
 

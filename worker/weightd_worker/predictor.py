@@ -174,7 +174,8 @@ class Predictor(RequestRunner):
         form = (*outputs, *map(_layout_of, outputs.values()))
         if form != merged.output_layout:
             outputs = self._learn_outputs(merged, inputs, outputs, form)
-        # Take the slices now, because `check` may run the model again, and another thread may replace them meanwhile.
+        # Take the slices now, because `check` may run the model again, and another thread may replace the slices
+        # meanwhile.
         slices = merged.slices
         if len(items) > 1:
             self.batch_guard.check(merged, inputs, outputs, principal_ids)
@@ -277,7 +278,8 @@ class Predictor(RequestRunner):
     ) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
         """Write outputs to the client's shared memory if they fit.
 
-        Return the positions of the written outputs, None if there are no such outputs, and the frames of all others.
+        Return two values: the positions of the written outputs (None if none was written), and the frames of all other
+        outputs.
         """
         placed: List[int] = []
         for location in regions.outputs:
@@ -295,7 +297,8 @@ class Predictor(RequestRunner):
     def _is_model_intact(self, error: RequestError) -> bool:
         """Return whether the model seems to be intact after a predict raised `error`.
 
-        Unless the kind of error shows this, the self-test is run. Without a self-test, the model counts as intact.
+        If the type of the error does not show this, the method runs the self-test. A model without a self-test counts
+        as intact.
         """
         if isinstance(error, ModelCorrupted):
             return False
@@ -307,8 +310,8 @@ class Predictor(RequestRunner):
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
         if isinstance(error, MaybeCorrupted):
-            # Send no reply: the failed reply to the request that has corrupted the model makes the daemon run this
-            # request in another process.
+            # Another request has corrupted the model. When the daemon receives the reply to that request, it runs this
+            # request in another process. So send no reply to this request.
             return exit_codes.MODEL_CORRUPTED
         self._reply((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
         return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK

@@ -59,7 +59,7 @@ class MallocTuner:
             self._baseline_bytes = private_bytes()
 
     def limit_retained(self) -> None:
-        """Release retained memory if it exceeds the limit. If private memory is still larger then, raise the limit."""
+        """Release retained memory if it exceeds the limit. If private memory still exceeds it, raise the limit."""
         if (
             self._is_retaining
             and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES
@@ -115,7 +115,7 @@ def drop_unchanged_pages() -> None:
             entries = [
                 os.pread(pagemap.fileno(), (end - begin) // PAGE * 8, begin // PAGE * 8) for begin, end in mappings
             ]
-        unchanged = list(map(is_unchanged, entries))  # a list, so that numpy is used only before its pages are dropped
+        unchanged = list(map(is_unchanged, entries))  # a list: run numpy completely before its pages are dropped
         for begin, end in itertools.compress(mappings, unchanged):
             libc().drop_file_pages(begin, end - begin)
 

@@ -91,7 +91,8 @@ STEPS: Dict[str, Callable[[int], Values]] = {
 
 
 def _acl() -> Acl:
-    # Import this module late, because it needs numpy. Without numpy, the steps before can still report.
+    # Import this module only here, because it needs numpy. If numpy is missing, all earlier steps still give their
+    # results.
     from weightd_worker.engines.mindspore_lite.acl import Acl  # noqa: PLC0415
 
     return Acl()
@@ -131,5 +132,5 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     process_start.reset_signals()
     main()
-    # Exit without the exit handlers of native libraries, because some crash.
+    # Exit without running the exit handlers of native libraries, because some of these handlers crash.
     os._exit(0)

@@ -210,7 +210,7 @@ class CounterWindow(NamedTuple):
     def answered_counts(self, model: str) -> Optional[Counts]:
         """Return how many requests the model served in the window, for each bucket of the duration histogram.
 
-        The result is None if a response lacks the model or its histogram, or if the histogram has restarted.
+        The result is None if a response lacks the model or its histogram, or if the histogram has restarted at 0.
         """
         before, now = self.before.models.get(model), self.now.models.get(model)
         if before is None or now is None:
@@ -266,7 +266,9 @@ def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> Tenant
 def _served_and_refused_rates(
     windows: Sequence[CounterWindow], tenant: str = "", model: str = ""
 ) -> Tuple[Optional[float], Optional[float]]:
-    """Return served, and rejected or failed, requests per second of a tenant and model; see `CounterSnapshot.served`.
+    """Return two rates of a tenant and model in requests per second; see `CounterSnapshot.served` for the arguments.
+
+    The first rate counts served requests, the second rejected and failed requests.
 
     The rates are averages over the longest window in which neither counter has restarted at 0; None if no window is
     usable.

@@ -30,7 +30,7 @@ class MemoryUsage:
     """Memory use of one or more models in bytes.
 
     Attributes:
-        copy_bytes: the parts of the shared weight copies that are in memory. Each copy counts once.
+        copy_bytes: the size of the shared copies of weights, as far as they are in memory. Each copy counts once.
         workers: the number of workers that share these copies.
         private_bytes: the sum of the memory that each of these workers has alone.
         other_bytes: all other memory: holders, libraries, and processes that share no weights.

@@ -105,7 +105,7 @@ class ModelRow:
 
     @property
     def progress(self) -> str:
-        """How far the generation has loaded, as text for users, which is more detailed than the model's state."""
+        """Text for users on the progress of the generation's load. It is more detailed than the model's state."""
         return "" if self.serving is None else self.serving.progress
 
     @property

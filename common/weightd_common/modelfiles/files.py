@@ -76,7 +76,8 @@ class ModelFile(NamedTuple):
 class OpenModel:
     """Context manager that opens the model at `path` for reading and finds all of the model's files.
 
-    In the `with` block, `open` returns the files that were found, or fails if a file was replaced meanwhile.
+    In the `with` block, `open` returns the files that were found, or fails if a file was replaced after the model was
+    opened.
 
     Args:
         path: the path of the model file.
@@ -365,7 +366,7 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
     except TooDeep:
         raise ModelFileError(f"{path}: expected at most {MAX_DEPTH} levels of messages in messages") from None
     except Malformed:
-        # The engine cannot read the file either, and its error text explains the reason better.
+        # Accept the file: the engine cannot read it either, and the engine's error text explains the reason better.
         pass
 
 

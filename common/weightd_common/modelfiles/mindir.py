@@ -23,8 +23,8 @@ from weightd_protocol.datatypes import ITEM_BYTES
 # Field numbers of mind_ir.proto.
 _PRODUCER, _GRAPH = 2, 7  # in a model
 _INPUT, _OUTPUT = 5, 6  # in a graph
-_NAME, _TENSOR, _TUPLE = 1, 2, 5  # in the message of an input or output
-_TENSORS, _VALUES = 12, 17  # in the message of a tuple: its tensors, and its nested tuples
+_NAME, _TENSOR, _TUPLE = 1, 2, 5  # field numbers in the message of an input or output
+_TENSORS, _VALUES = 12, 17  # field numbers in the message of a tuple: its tensors, and its nested tuples
 _DIMS, _DATATYPE = 1, 2  # in a tensor
 
 # Datatypes in the order of the numbers of TensorProto.DataType. If weightd's protocol does not have the datatype, the
@@ -47,7 +47,7 @@ class MindIrTensor(NamedTuple):
 
     Attributes:
         name: the name of the tensor. If it is longer than the protocol's limit, it may be truncated to a name that is
-            still longer than the limit.
+            still longer than the limit, so that `find_problems` reports it.
         datatype: the name of the datatype in weightd's protocol, or else the file's type name in lower case.
         shape: the dimensions, with -1 for a free dimension; None if the tensor may have any rank. If there are more
             dimensions than the protocol allows, the shape has one more dimension than allowed.

@@ -29,7 +29,7 @@ _ONNX: _Messages = {
     "sparse": {1: "onnx tensor", 2: "onnx tensor"},
 }
 _EXTERNAL_DATA, _DATA_LOCATION, _EXTERNAL = 13, 14, 1  # in a tensor
-_KEY, _VALUE = 1, 2  # in an entry of an ONNX tensor's external_data
+_KEY, _VALUE = 1, 2  # field numbers in an entry of an ONNX tensor's external_data
 
 _MINDIR: _Messages = {
     "model": {7: "graph", 8: "graph", 12: "primitive"},
@@ -43,7 +43,7 @@ _MINDIR: _Messages = {
     "tensor": {12: "mindir external", 17: "quantization"},
     "quantization": {2: "attribute"},
 }
-_LOCATION = 1  # in the external data of a MindIR tensor
+_LOCATION = 1  # field number in the external data of a MindIR tensor
 
 # Maximum nesting depth of messages: the default limit of protobuf's parser, with which engines read models.
 MAX_DEPTH = 100
@@ -171,7 +171,8 @@ def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[st
     """Yield each external location of an ONNX tensor, and whether this message says that the data is external.
 
     A location is yielded even if the message says that the data is not external, because every location must be
-    permitted: an engine merges several messages of the same tensor, so that another message may make it external.
+    permitted: an engine merges several messages of the same tensor, so another message may say that the data at this
+    location is external.
     """
     entries: List[Span] = []
     external = False

@@ -50,7 +50,7 @@ MAX_SPECIAL_VALUES_S = 2.0
 _SPECIAL_ROWS = 16
 
 # Batch sizes to test in addition to the largest. Libraries process 4, 8 or 16 values at once, and may compute other
-# bits for the remaining values of a batch whose size is not a multiple.
+# bits for the remaining values of a batch whose size is not a multiple of 4, 8 or 16.
 _ODD_SIZES = (2, 3, 5, 7)
 
 # Maximum number of batch sizes that are tested with all rows if the model supports only certain batch sizes.
@@ -95,7 +95,7 @@ class RowTestResult(NamedTuple):
         outputs: the names of the model's outputs, which all have one row for each input row; empty if that is not
             known, because the model was not run or rejected the rows.
         note: why batched and single answers differ, or why this is unknown; "" if they are equal.
-        compared_rows: the test has run a batch of every possible size up to this number of rows.
+        compared_rows: the number of rows up to which the test has run a batch of every possible size.
         kind: the kind of rows that the test has used.
         unequal_specials: kinds of special floats for which the test has not found batched and single answers equal.
         batch_error: the exception that `TestedModel.predict` raised for a batch whose rows run singly; None
@@ -411,7 +411,7 @@ class _Comparison:
 
 
 def _inconclusive_reason(single: Sequence[Arrays]) -> str:
-    """Return why these answers to single rows cannot reveal a difference, or "" if they can.
+    """Return why these answers to single rows cannot show whether batched answers differ, or "" if they can.
 
     If all answers are equal, batched answers would be equal as well, even if the model mixed up the rows.
     """

@@ -45,7 +45,7 @@ class RowKind(enum.Enum):
     UNSCALED = "unscaled"
     """Like SCALED, but floats are not multiplied. Used only without a sample."""
     INDICES = "indices"
-    """Floats are zeros and ones as well, because they may be indices. Used only without a sample."""
+    """Floats are random zeros and ones, like integers, because they may be indices. Used only without a sample."""
     PERMUTED = "permuted"
     """First the unchanged rows of the sample, then rows with the values of a sample row in random order."""
     SAMPLE = "sample"

@@ -81,7 +81,7 @@ _MAX_DISTINCT_ROWS = 1_000_000
 
 
 class NoRows(CommandError):
-    """The model's inputs have no rows (a free first dimension), so its requests cannot be batched."""
+    """An input of the model has no free first dimension, so requests have no rows that can be batched."""
 
     code = FailedPrecondition.code
 
@@ -164,7 +164,7 @@ def _verify(
     source: Union[SyntheticRows, FileRows],
     results: Sequence[recommend.BatchSizeResult],
 ) -> BatchTestResult:
-    """If batching is recommended, run the test with which the daemon decides about batching; return its result."""
+    """If batching is recommended, run the test with which the daemon decides about batching. Return its result."""
     recommendation = recommend.recommend(results)
     if recommendation.verdict is not recommend.Verdict.MERGE:
         return BatchTestResult("")

@@ -36,10 +36,11 @@ OVERHEAD_PINGS = 2
 
 
 class SyntheticRows:
-    """Generated rows, all of them different. The daemon tests a model with the same rows.
+    """Generated rows, all of them different: the same rows with which the daemon tests a model.
 
     Args:
-        specs: the inputs of a request. Their numbers of rows do not matter.
+        specs: names, datatypes and shapes of the inputs of a request. The first dimension, the number of rows, is
+            ignored.
         kind: the kind of rows to generate.
 
     Attributes:
@@ -132,7 +133,7 @@ class Measurement:
 
     @property
     def results(self) -> List[BatchSizeResult]:
-        """The results of all sizes, in ascending order. The result of a size that the model rejected has the reason."""
+        """The results of all sizes, in ascending order. If the model rejected a size, its result gives the reason."""
         overhead_s = OVERHEAD_PINGS * _median(self._ping_times_s)
         return [
             BatchSizeResult(
@@ -148,7 +149,7 @@ class Measurement:
         ]
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Send requests until all blocks are compared and the minimum duration is reached.
+        """Send requests until the outputs of all blocks are compared and the minimum duration is reached.
 
         `on_progress` is called with the number of rows that were compared so far, and the planned number of rows.
 
@@ -184,7 +185,10 @@ class Measurement:
         return accepted
 
     def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[RowSlice]:
-        """Send the rows of a block in requests of each size. Yield each slice of the block after its comparison."""
+        """Send the rows of a block in requests of each size. After the response to each slice, yield the slice.
+
+        The outputs of each slice of several rows are compared with the outputs of its single rows.
+        """
         rows = self._plan.source.block(number, sizes[-1])
         single: List[Outputs] = []
         for each in block_requests(sizes):
@@ -246,7 +250,8 @@ class BatchTestResult(NamedTuple):
 
     Attributes:
         note: the reason why the daemon would not batch requests; "" if it would.
-        needs_sample: whether this test needs the rows of the file, so the daemon needs the file, too (key `selftest`).
+        needs_sample: whether the test was repeated with the rows of the file. The daemon then needs the file, too (key
+            `selftest`).
     """
 
     note: str
@@ -268,7 +273,7 @@ class BatchTest:
         self._inputs = inputs
 
     def find_kind(self, source: SyntheticRows, rows: int) -> RowKind:
-        """Return the kind of generated rows that the model accepts, in requests with up to `rows` rows."""
+        """Find the kind of generated rows that the model accepts, with requests of up to `rows` rows, and return it."""
         return comparison.compare(self._row_test_subject(source, None, rows, ()), exact=False).kind
 
     def verify(self, source: Union[SyntheticRows, FileRows], rows: int, sizes: Tuple[int, ...]) -> BatchTestResult:

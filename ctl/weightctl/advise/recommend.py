@@ -2,8 +2,9 @@
 
 The rules, in this order:
 
-1. Each output must have one row for each row of the inputs. No row of a batch may differ from the same row run alone by
-   more than 1 % of its largest value. A larger difference is not rounding: the model computes one result from all rows.
+1. Each output must have one row for each row of the inputs. No output row of a batch may differ from the output for the
+   same row alone by more than 1 % of the row's largest value. A larger difference is not rounding: the model computes
+   one result from all rows.
 2. Before any comparison, the overhead between client and worker is subtracted from each latency, because batching does
    not reduce it. If the model takes less time for a row than this overhead, batching is not recommended.
 3. Requests of eight rows must give at least 1.3 times the rows/s of requests of single rows. A smaller gain would be
@@ -11,12 +12,12 @@ The rules, in this order:
 4. A batch of n rows is worth its latency if n waiting requests get their responses earlier on average when they run
    together. One after another, they take (n + 1) / 2 times the duration of one request on average. So the gain must be
    at least 2 n / (n + 1).
-5. Of the sizes that pass rule 4, only those are candidates up to which all bits are equal. The smallest candidate with
-   90 % of the best gain is recommended, unless the daemon would refuse to batch: the test that the daemon runs when it
-   loads the model (`measure.BatchTest`) must find no difference, and a daemon that is already configured to batch the
-   model must not have refused it.
-6. If rule 5 finds no candidate, it is applied again with the sizes up to which rows differ only by rounding. The
-   recommendation then includes exact = false.
+5. A size that passes rule 4 is a candidate if requests of this size and of every smaller size give the same bits as
+   requests of single rows. The smallest candidate with 90 % of the best gain is recommended, unless the daemon would
+   refuse to batch: the test that the daemon runs when it loads the model (`measure.BatchTest`) must find no difference,
+   and a daemon that is already configured to batch the model must not have refused it.
+6. If rule 5 finds no candidate, it is applied again, but allows rows to differ by rounding. The recommendation then
+   includes exact = false.
 """
 
 from __future__ import annotations
@@ -274,7 +275,7 @@ def _below_first_difference(
 ) -> List[BatchSizeResult]:
     """Return the `candidates` that are smaller than the first size whose rows differ by more than `relative`.
 
-    A larger candidate is excluded: batches up to its size may have the size at which rows differ.
+    A larger candidate is excluded, because its batches may also have the size at which rows differ.
     """
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]

@@ -7,8 +7,8 @@ from collections import Counter, deque
 from typing import Counter as Counts
 from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
-# When a measurement ends, as in perf_analyzer: the rates of three windows in a row differ by at most 10 % from their
-# mean, or ten windows are complete.
+# As in perf_analyzer, a measurement ends when the rates of three windows in a row differ by at most 10 % from their
+# mean, or when ten windows are complete.
 STABLE_WINDOWS = 3
 TOLERANCE = 0.1
 MAX_WINDOWS = 10
@@ -48,7 +48,7 @@ class Windows:
     """Collects responses in windows. The first window is for warming up and is not counted.
 
     A window ends when the first response after its minimum duration arrives; the next window begins at the same time.
-    So its rate is accurate even if there are few responses.
+    So the rate of a window is accurate even if there are few responses.
 
     Args:
         started_at: the time at which the first request was sent, in seconds.

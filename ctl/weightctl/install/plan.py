@@ -28,7 +28,8 @@ _EXAMPLES = Path("usr/local/share/doc/weightd/examples")
 CONFIGURATION = Path("/etc/weightd/weightd.toml")
 GATEWAY_CONFIGURATION = Path("/etc/weightd/gateway.toml")
 
-# The path of a program in an Exec line of a packaged unit. Installation replaces it by the path of this installation.
+# The path of a program in an Exec line of a packaged unit. install-units replaces the path by the path of the program
+# in this installation.
 _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])")
 
 _MARKER = "weightctl install-units"
@@ -76,7 +77,8 @@ def find_weightd() -> Path:
     Raises:
         NoProgram: weightd is missing, or its path contains characters that unit files cannot express.
     """
-    # The directory of the running weightctl comes first: pip may install programs elsewhere than the interpreter.
+    # The directory of the running weightctl comes first: pip may install programs outside the directory of the
+    # interpreter.
     directories = [
         Path(sys.argv[0]).absolute().parent,
         Path(sys.executable).parent,
@@ -185,7 +187,8 @@ def add_notice(target: Path, content: bytes) -> bytes:
     if target.suffix in _UNITS:
         notice += f": use a drop-in instead (systemctl edit {target.name})"
     if _EXAMPLES in target.parents:
-        notice = f"From the examples of {_MARKER}"  # this text also remains true in a copy of the file
+        # The user may copy an example and edit the copy, so the text must not say that changes are overwritten.
+        notice = f"From the examples of {_MARKER}"
     comment = '.\\"' if "man" in target.parts else "#"
     return f"{comment} {notice}.\n".encode() + content
 
@@ -280,7 +283,8 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
     state = compare(path, b"")
     if state is FileState.NEW:
         return FileState.ABSENT
-    if state is not FileState.CHANGED:  # the file was not written by install-units, or is empty
+    # Keep a file that install-units has not written. An empty file has the state UNCHANGED, and is also kept.
+    if state is not FileState.CHANGED:
         return FileState.FOREIGN
     if not dry_run:
         unlink(path)

@@ -239,7 +239,10 @@ def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
 
 
 def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
-    """Return the shape of the input for numbers that are not nested like it; None to keep the numbers' own shape."""
+    """Return the shape of the input if numbers of `rank` dimensions must be reshaped to it; otherwise None.
+
+    Numbers that are nested as deeply as the input keep their own shape.
+    """
     declared = signature.shape
     if declared is None or len(declared) == rank:
         return None
@@ -288,7 +291,7 @@ def _to_float(value: Any, dtype: Any) -> float:
         value = _NOT_FINITE.get(value, value)
     if type(value) not in (int, float):
         raise _Unfit("a number")
-    # This check lets NaN pass. Infinities are allowed only if they are written as such.
+    # Reject finite numbers that the datatype cannot represent. NaN and explicit infinities are allowed.
     if abs(value) > maximum and value not in (float("inf"), float("-inf")):
         raise _Unfit(f"at most {maximum:g}")
     return float(value)
@@ -313,7 +316,7 @@ _CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bo
 
 
 def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
-    # `argsort` puts NaN after all numbers.
+    # `argsort` puts NaN after all numbers, so NaN counts as the lowest score.
     found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:k]]
     named = [{"label": labels[index]} if labels is not None else {} for index in found]
     return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]

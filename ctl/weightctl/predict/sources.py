@@ -276,7 +276,7 @@ def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
             with Image.open(file, formats=_FORMATS) as image:
                 _check_size("an image", image.width, image.height)
                 if image.mode.startswith(("I", "F")):
-                    # Pillow would convert all values above 255 to 255.
+                    # Pictures in these modes have larger values, and Pillow would convert all values above 255 to 255.
                     raise WrongImage(
                         f"expected an image with 8 bits per channel, got mode {image.mode}; use .npy for other data"
                     )

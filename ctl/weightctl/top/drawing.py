@@ -114,7 +114,7 @@ def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
 
 
 def bar(segments: Sequence[Segment], total: int, width: int) -> List[Span]:
-    """Return the segments of a bar as spans. They are rounded so that their total width is right, too.
+    """Return the segments of a bar as spans. The rounded widths of the spans add up to the width of the bar.
 
     Args:
         segments: size, character and style of each segment.

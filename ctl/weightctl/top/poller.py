@@ -36,7 +36,7 @@ class Poller:
     """Polls the daemon, and builds an overview from its responses.
 
     Args:
-        client: the client for the polls. Nothing else may use it.
+        client: the client for the polls. No other code may use this client.
     """
 
     def __init__(self, client: Client) -> None:

@@ -55,7 +55,7 @@ class PollStatus(NamedTuple):
     Attributes:
         delay_s: seconds between two polls.
         age_s: seconds since the last successful poll.
-        error: why polls have failed since then; "" if none has failed.
+        error: the reason why polls have failed since the last successful poll; "" if none has failed.
     """
 
     delay_s: float
@@ -108,7 +108,7 @@ def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) ->
     daemon = overview.metrics
     left = f"weightd {narrow(daemon.version)}: {narrow(daemon.state)}, up {duration(daemon.uptime_s)}"
     right, style = ("", Style.WEAK) if poll_status is None else _poll_status_span(poll_status)
-    # If the width is too small, cut the title rather than an error.
+    # If the width is too small, cut the left part of the line, so that an error in the right part stays complete.
     left = left[: max(0, width - len(right) - 1)]
     gap = max(1, width - len(left) - len(right))
     return StyledLine([(left, Style.STRONG), (" " * gap if right else "", Style.TEXT), (right, style)])

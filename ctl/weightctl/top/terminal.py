@@ -20,11 +20,12 @@ from weightctl.top.screen import PollStatus, ScreenSize, draw
 from weightctl.top.tables import KeyAction, View, faster, slower
 from weightd_common.dashboard.overview import Overview
 
-# Maximum number of seconds between two redraws. The screen shows the age of the last response in seconds.
+# Maximum number of seconds between two redraws. At each redraw, the screen shows the age of the last response in
+# seconds.
 _TICK_S = 1.0
 
-# Milliseconds for which curses waits after Esc for more characters of an escape sequence. Without them, the user has
-# pressed Esc.
+# Milliseconds for which curses waits after Esc for more characters of an escape sequence. If no characters follow in
+# this time, the user has pressed Esc.
 _ESCAPE_MS = 50
 
 # Names of keys, by their curses code, and by the character that the terminal sends.
@@ -64,7 +65,7 @@ def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[
 
 
 def _run_curses(run: Callable[[curses.window], None]) -> None:
-    """Run a function with curses. Ctrl-C is ignored while curses restores the terminal, so that it always finishes."""
+    """Run a function with curses. Ctrl-C cannot interrupt curses while it restores the terminal."""
     before = signal.getsignal(signal.SIGINT)
 
     def run_and_end(window: curses.window) -> None:
@@ -183,7 +184,7 @@ class Screen:
         window.refresh()
 
     def _encodable(self, line: StyledLine) -> StyledLine:
-        """Return the line with characters replaced that the terminal's encoding cannot represent."""
+        """Return the line with question marks for the characters that the terminal's encoding cannot represent."""
         if self._glyphs is BLOCKS:
             return line
         spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]

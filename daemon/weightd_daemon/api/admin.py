@@ -79,7 +79,7 @@ class AdminApi:
     Args:
         lookup: finds the models that clients name.
         authorizer: checks that a client is an operator.
-        daemon: the operations of the daemon as a whole.
+        daemon: the operations on the whole daemon.
         responses: sends replies.
     """
 
@@ -172,7 +172,7 @@ class AdminApi:
             self._request_reload(functools.partial(self._on_reloaded, connection.key, message.id), message.dry_run)
 
     def on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
-        """Start to read the logs of a model's processes, which are sent later."""
+        """Start to read the logs of a model's processes; the reply with the logs is sent later."""
         self._authorizer.check_operator(connection, "read logs")
         self._lookup.find(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
         self._reporter.report_logs(connection.key, message)
@@ -185,7 +185,7 @@ class AdminApi:
             self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
 
     def audit_unknown_client(self, connection: ClientConnection, message_type: str, now: float) -> None:
-        """Write a message to the audit log that was refused because its client belongs to no tenant."""
+        """Write to the audit log that a message was refused because its client belongs to no tenant."""
         kind = message_type if message_type in FROM_CLIENT else "unknown"
         entry = audit.AuditEntry(kind, connection.identity.audit_name)
         self._audit_refusals.write(entry, audit.REFUSED, str(connection.rejection), now)
@@ -193,7 +193,7 @@ class AdminApi:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Queue the reply to a completed update or restart, until the update is recorded for the next daemon."""
+        """Queue the reply to a completed update or restart, to be sent after the hand-over file records the update."""
         entry = self._on_operation_end(client, response.id)
         if self._is_answered(client, response.id):
             return
@@ -246,7 +246,7 @@ class AdminApi:
     def _audit_operation(
         self, connection: ClientConnection, message: Load | Unload | Update | Reload
     ) -> Generator[None, None, None]:
-        """Register an operation that the block starts, for the audit log. If the block refuses it, forget it again.
+        """Register for the audit log the operation that the `with` block starts; forget it if the block refuses it.
 
         Raises:
             InvalidArgument: an operation of the client with this message id is in progress.

@@ -80,9 +80,9 @@ class Authorizer:
     def authorize_infer(
         self, connection: ClientConnection, name: str | None, now: float
     ) -> tuple[Tenant, ClientOrigin]:
-        """Return the tenant and the origin of an inference request, which may name another tenant than the client's.
+        """Return the tenant and the origin of an inference request; it may name another tenant than the client's.
 
-        A message that names another tenant also counts to the rate limit of this tenant.
+        If the message names another tenant, it also counts toward the rate limit of that tenant.
 
         Raises:
             RequestError: the client may not act for the named tenant, or the tenant may not send requests now.
@@ -101,9 +101,9 @@ class Authorizer:
         return tenant, origin
 
     def charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
-        """Return the tenant for which a client queries the daemon, and whether it may see all tenants.
+        """Return the tenant for which a client queries the daemon, and whether the client may see all tenants.
 
-        A message that names another tenant also counts to the rate limit of this tenant.
+        If the message names another tenant, it also counts toward the rate limit of that tenant.
 
         Raises:
             RequestError: the client may not act for the named tenant, or the tenant exceeds its rate limit.
@@ -145,11 +145,10 @@ class Authorizer:
         return Viewer(account, account.has_right(STATUS))
 
     def check_status(self, connection: ClientConnection, subject: str) -> None:
-        """Check that a client may see data of all tenants.
+        """Check that a client may see data of all tenants; `subject` names the requested data in the error.
 
         Raises:
-            PermissionDenied: the client may see only its own tenant's data. `subject` names the requested data in the
-                text.
+            PermissionDenied: the client may see only its own tenant's data.
         """
         tenant, sees_all = self.resolve_viewer(connection)
         if not sees_all:
@@ -165,7 +164,8 @@ class Authorizer:
             PermissionDenied: the client may not act as an operator.
         """
         tenant, identity = connection.tenant, connection.identity
-        # The right of a tenant is not enough over a ZeroMQ proxy, because the proxy handles input of untrusted clients.
+        # Refuse clients of a ZeroMQ proxy even if their tenant may operate, because the proxy handles input of
+        # untrusted clients.
         if not (
             identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
         ):

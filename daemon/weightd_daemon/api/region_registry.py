@@ -55,8 +55,8 @@ class RegionRegistry:
         # The bytes and the number of each user's regions, including unregistered regions that a request still uses.
         self._bytes_by_user = Counter[str]()
         self._count_by_user = Counter[str]()
-        # Region numbers start at the time in microseconds, so that no number of a previous daemon is used again: a
-        # worker may still have mapped a region of the previous daemon.
+        # Region numbers start at the time in microseconds, so that no region gets a number that a previous daemon has
+        # given to another region: a worker may still have mapped a region of the previous daemon.
         self._region_numbers = itertools.count(time.time_ns() // 1000)
 
     def register(self, client: bytes, descriptors: deque[int], max_tenant_bytes: int = 0) -> str:

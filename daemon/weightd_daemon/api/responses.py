@@ -57,7 +57,7 @@ class ClientResponses:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """Send the model's answer to a request. The usage counters are updated after that, because the client waits."""
+        """Send the model's answer to a request; only then update the usage counters, so that the client waits less."""
         response = InferResponse(
             request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
         )

@@ -306,8 +306,8 @@ class InferenceApi:
         self._regions = regions
         self._responses = responses
         self._memory_budget = memory_budget
-        # Request numbers start at the time in microseconds, so that no number of a previous daemon is used again: a
-        # worker may still answer a request of the previous daemon.
+        # Request numbers start at the time in microseconds, so that no request gets a number that a previous daemon has
+        # given to another request: a worker may still answer a request of the previous daemon.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
 
     def on_infer(self, connection: ClientConnection, message: Infer, frames: Sequence[Any], now: float) -> None:
@@ -401,7 +401,7 @@ class InferenceApi:
             expected = f"expected model_name before lists and maps if longer than {preview.SHORT_BYTES} bytes"
             raise InvalidArgument(f"infer: description: {expected}")
         if tenant.config.acts_for and not self._lookup.is_visible(name, tenant):
-            # The model may exist for the tenant in the message.
+            # The message may name another tenant, which can see the model, so the number is not known yet.
             return None
         signature = self._lookup.find(name, tenant).dispatcher.signature.built
         return None if signature is None else max_request_items(len(signature.inputs), len(signature.outputs))

@@ -93,11 +93,11 @@ class StatusApi:
     def on_ready(
         self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        """Send whether a model is ready, or for the server, whether all models that have to be loaded are ready."""
+        """Send whether a model is ready, or for the server, whether all models except the unloaded ones are ready."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
             model = self._lookup.find(message.model_name, viewer)
-            # Requests to a model that loads on demand are answered once it has loaded.
+            # An unloaded model that loads on demand counts as ready: a request loads it and is answered afterwards.
             models = [] if model.loading.is_unloaded and model.config.is_on_demand else [model]
         else:
             models = [each for each in self._lookup.visible_models(viewer).values() if not each.loading.is_unloaded]
@@ -109,22 +109,22 @@ class StatusApi:
         self._responses.reply(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the state of the models and processes, which is sent later."""
+        """Start to collect the state of the models and processes; the reply is sent later."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_status(_requester(connection, message), viewer)
 
     def on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the metrics, which are sent later."""
+        """Start to collect the metrics; the reply is sent later."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_metrics(_requester(connection, message), viewer)
 
     def on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
-        """Start to collect the requested events, which are sent later."""
+        """Start to collect the requested events; the reply is sent later."""
         self._authorizer.check_status(connection, "events")
         self._reporter.report_events(MetadataRequest(connection.key, message.id, connection.user), message)
 
 
 def _requester(connection: ClientConnection, message: Status | Metrics) -> MetadataRequest:
-    """Return the requester of a query, which counts to the tenant that the message names, if any."""
+    """Return the requester of a query: it counts as the tenant that the message names, or else as the client's user."""
     user = connection.user if message.tenant is None else f"tenant {message.tenant}"
     return MetadataRequest(connection.key, message.id, user)

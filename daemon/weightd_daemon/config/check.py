@@ -21,7 +21,8 @@ from weightd_protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
 
-# Programs that a model's interpreter, 3.7 or later, runs to test whether it has the engine.
+# Programs that `weightd check` runs in a model's interpreter (Python 3.7 or later) to test whether the engine is
+# installed there.
 _ENGINE_PROBE = """
 import sys
 from weightd_protocol.version import VERSION
@@ -53,11 +54,11 @@ print(VERSION)
 def find_problems(
     models: Mapping[str, ModelConfig], group_members: Collection[str] = (), *, runs_interpreters: bool = True
 ) -> dict[str, list[str]]:
-    """Return the errors in each model's files and interpreter by the model's name; each text names the key.
+    """Return the errors in each model's files and interpreter, by the name of the model. Each error names its key.
 
     Args:
         models: the models to check.
-        group_members: the names of the models that belong to a group.
+        group_members: the names of the models that are in a model group.
         runs_interpreters: run each interpreter to see whether it has the engine; otherwise only check that the
             interpreter is executable.
     """

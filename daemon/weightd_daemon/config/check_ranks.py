@@ -227,7 +227,7 @@ def _check_ports(
 def read_rank_table(path: Path) -> RankTable | str:
     """Return the rank table in a file, or a text that says why the file is invalid."""
     try:
-        # HCCL resolves links before it checks the name of the file.
+        # Check the name of the resolved path, because HCCL resolves links before it checks the name of the file.
         resolved_path = os.path.realpath(path)
         content = read_regular(resolved_path, ranktable.MAX_BYTES)
     except OSError as error:

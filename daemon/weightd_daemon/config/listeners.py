@@ -75,11 +75,12 @@ def read_listeners(
 
     Args:
         content: the parsed TOML.
-        daemon: the complete table [daemon]. Without tables and sockets of a service manager, its `socket` is the only
-            listener.
+        daemon: the complete table [daemon]. Its `socket` is the only listener if there are no tables [listeners.NAME]
+            and no sockets from a service manager.
         tenants: the tenants of the file.
         base: the directory of the file, to which paths are relative.
-        listen_addresses: see `load`. Without tables, the ipc:// and tcp:// addresses among them are the listeners.
+        listen_addresses: see `load`. If there are no tables [listeners.NAME], the listeners are the ipc:// and tcp://
+            addresses in `listen_addresses`.
         problems: as in `complete_daemon`.
 
     Raises:
@@ -96,7 +97,7 @@ def read_listeners(
         with problems.at(f".{label(name)}"):
             problems.add(check_name("listener", name))
             listener = toml_schema.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
-            # The address is None if the key is missing.
+            # The address is None if the table has no key `address`.
             problems.add((each.at(".address") for each in check_address(listener.address or "")), "address")
             problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
             problems.add(_check_tenants(listener, tenants), "tenants")

@@ -29,7 +29,7 @@ _NAME = text(limits.MAX_NAME_BYTES)
 
 @dataclass(frozen=True)
 class Membership:
-    """Membership of a model in a model group; changes if the configuration of any model of the group changes.
+    """Membership of a model in a model group. `digest` differs if the configuration of any model of the group differs.
 
     Attributes:
         name: the name of the group.
@@ -48,7 +48,7 @@ class ReplacementPolicy(enum.Enum):
     """How to replace a generation whose lost workers cannot be restarted."""
 
     AUTO = "auto"  # "overlap" if the device has memory for both generations, otherwise "replace"
-    OVERLAP = "overlap"  # load the new generation beside the old one; without memory, keep the old one's workers
+    OVERLAP = "overlap"  # load the new generation beside the old one; if memory does not suffice, keep the old workers
     REPLACE = "replace"  # stop the old generation first; requests wait until the new generation is loaded
 
 
@@ -267,7 +267,10 @@ class ModelConfig:
         return self.can_fork and self.sharing != "off" and self.threads <= self.engine_spec.template_threads
 
     def has_same_load(self, other: ModelConfig) -> bool:
-        """Whether `other` differs only in keys that change at most the load's tests of batching and splitting."""
+        """Return whether `other` differs only in `_REQUEST_KEYS`.
+
+        If so, the loads of both configurations differ at most in their tests of batching and splitting.
+        """
         request_settings: Any = {key: getattr(other, key) for key in _REQUEST_KEYS}
         return dataclasses.replace(self, **request_settings) == other
 

@@ -24,7 +24,7 @@ _GPU_NAMES = ("cuda", "gpu", "nvidia", "rocm")
 
 
 def version_configs(name: str, config: ModelConfig) -> dict[str, ModelConfig]:
-    """Return the configuration of each version of a model by its name, oldest first; or of the model itself."""
+    """Return the configuration of each version by name, oldest first; without versions, the model's own by its name."""
     if not config.versions:
         return {name: config}
     return {
@@ -34,7 +34,7 @@ def version_configs(name: str, config: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def check_versions(name: str, config: ModelConfig, *, is_member: bool) -> Iterator[FieldError]:
-    """Yield the errors in the keys `path`, `versions` and `traffic` of a model; `is_member`: it is in a group."""
+    """Yield the errors in a model's keys `path`, `versions` and `traffic`; `is_member`: the model is in a group."""
     if config.versions:
         yield from _check_version_table(name, config)
         if is_member:
@@ -242,8 +242,8 @@ def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
 
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
-# The keys that each rule reads, and the rule. A rule is evaluated only if these keys have no errors, neither by
-# themselves nor by earlier rules.
+# The keys that each rule reads, and the rule. A rule is evaluated only if the values of these keys are valid and no
+# earlier rule has reported an error in them.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path", "versions", "engine"), _check_path),
     (("devices",), _check_devices),

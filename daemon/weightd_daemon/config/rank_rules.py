@@ -30,8 +30,8 @@ from weightd_protocol.schema import FieldError, label
 _MIN_CONNECT_TIMEOUT_S = 120
 
 # The 910 and 310P cards round HCCL_EXEC_TIMEOUT down to a multiple of this number of seconds. weightd cannot read the
-# type of a card from a file, so the checks use the rounded value, which no card undercuts. Other values than multiples
-# are accepted, because some cards do not round.
+# type of a card from a file. So the checks assume the rounded value, the lowest value that any card uses. A value that
+# is not a multiple is accepted, because some cards do not round.
 EXEC_TIMEOUT_STEP_S = 68
 
 

@@ -47,7 +47,7 @@ _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
 def _devices_metadata() -> Mapping[str, FieldType]:
-    """Return the metadata for one list of names for each rank group; a single group may be one flat list."""
+    """Return the metadata of a key with a list of names for each rank group; for one group, also a flat list."""
     group_kind, groups_kind = _GROUP_METADATA["field_type"], _GROUPS_METADATA["field_type"]
 
     def check(value: Any) -> Any:
@@ -194,7 +194,7 @@ class RanksConfig:
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a new rank group can start beside an old one on its devices; on cards, each needs its own port."""
+        """Whether a rank group can start on the devices of a running group. On cards, each group needs its own port."""
         return not self.is_on_cards or len(self.device_ports) > 1
 
     def rank_table_path(self, group: int) -> str:

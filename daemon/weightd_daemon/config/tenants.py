@@ -218,7 +218,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
-    """Check that no identity is in two tenants, and that the ZeroMQ proxies can take the number of keys."""
+    """Check that no identity is in two tenants, and that there are not more keys than a ZeroMQ proxy accepts."""
     if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
         yield FieldError(f"expected at most {limits.MAX_KEYS} keys in all tenants together, got {count}")
     for name, error in find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):

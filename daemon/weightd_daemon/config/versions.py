@@ -15,7 +15,7 @@ VersionFiles = tuple[tuple[int, str], ...]
 """The model file of each version, by ascending number of the version."""
 
 TrafficWeights = tuple[tuple[int, int], ...]
-"""The weight of each version among the requests that name none, by ascending number of the version."""
+"""The weight of each version among the requests that name no version, by ascending number of the version."""
 
 _VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
 
@@ -26,9 +26,10 @@ class VersionSetConfig:
 
     Attributes:
         versions: the numbers of the versions, ascending.
-        traffic: the weight of each version among the requests that name none; empty: the newest version that can serve
-            answers all of them.
-        keep: how many of the newest versions are served; 0: all. Others stay until a newer one has served.
+        traffic: the weight of each version among the requests that name no version. If empty, the newest version that
+            can serve answers all these requests.
+        keep: how many of the newest versions are served; 0: all. An older version is served until a newer one has
+            served.
     """
 
     versions: tuple[int, ...]

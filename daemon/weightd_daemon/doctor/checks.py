@@ -42,8 +42,8 @@ _MIN_LIBRARY_VERSION = (2, 7)
 # For each version of MindSpore Lite, the version of CANN that published lists name for the same version of MindSpore.
 _CANN_BY_MINDSPORE: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
 
-# Prefixes of chip names. Chips that the vendor's documents list as able to share memory between processes; chips on
-# which the documents contradict each other; chips that only the driver's source lists.
+# Prefixes of the names of chips, in three groups: the vendor's documents list the chip as able to share memory between
+# processes; the documents contradict each other on the chip; only the source code of the driver lists it.
 _LISTED_CHIPS = ("Ascend910B", "Ascend910_93")
 _CONTRADICTORY_CHIPS: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
 _SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
@@ -108,7 +108,10 @@ def _check_service(host: Host) -> Verdict:
 
 
 def _denied_nodes(unit: SystemdUnit) -> list[str]:
-    """Return the needed nodes that DeviceAllow= lacks; none if a device class ("char-...") in it may contain them."""
+    """Return the needed device nodes that the unit's DeviceAllow= lacks.
+
+    If DeviceAllow= has a device class ("char-..."), no node counts as lacking, because the class may contain all nodes.
+    """
     if unit.allowed_devices is None or any(each.startswith("char-") for each in unit.allowed_devices):
         return []
     has_card = any(_CARD_PATTERN.fullmatch(each) for each in unit.allowed_devices)
@@ -210,7 +213,7 @@ def _check_libascendcl(host: Host) -> Verdict:
 
 
 def _check_chip(host: Host) -> Verdict:
-    """Check whether this kind of card can share memory: by the self-test, or otherwise by the vendor's documents."""
+    """Check whether this kind of card can share memory, by the self-test if it ran, else by the vendor's documents."""
     soc, shared = host.soc, host.sharing_result(BUILD)
     kind = soc or "chip of unknown name"
     test = "test it with weightd doctor --model FILE.mindir"
@@ -232,7 +235,7 @@ def _check_chip(host: Host) -> Verdict:
 
 
 def _check_current_pid(host: Host) -> Verdict:
-    """Check that the library reports the driver's number of a process, with which the driver permits sharing."""
+    """Check that the library reports the driver's number for a process: the driver permits sharing by this number."""
     error = host.report.error("current_pid")
     if error:
         return failed(error, "see the lines above")

@@ -164,7 +164,8 @@ class Host:
             text = self.run_command(["npu-smi", "info", "-m"])
         except OSError as error:
             return error
-        # Columns: NPU ID, Chip ID, Chip Logic ID, ...; a chip that is not an NPU has no logic id.
+        # The columns are NPU ID, Chip ID, Chip Logic ID and others. Rows without a logic id are skipped, because they
+        # describe chips that are not NPUs.
         rows = (line.split()[:3] for line in text.splitlines())
         return tuple(NpuInfo(*map(int, row)) for row in rows if len(row) == 3 and all(cell.isdigit() for cell in row))
 
@@ -188,8 +189,8 @@ class Host:
             text = self.run_command(["npu-smi", "info", "-t", "proc-mem", "-i", str(npu.npu_id)])
         except OSError as error:
             return error
-        # For each chip, npu-smi prints a line for each process, or one line if the chip has no processes, and then the
-        # chip.
+        # For each chip, npu-smi prints one line per process (or a line for no processes), and after these lines a line
+        # with the number of the chip. So count the processes until the line of this chip.
         count = 0
         for line in text.splitlines():
             count += len(re.findall(r"Process id\s*:\s*\d+", line, re.IGNORECASE))

@@ -61,7 +61,7 @@ def _known_addresses(host: Host) -> dict[str, str]:
 
 
 def _check_hccl_library(host: Host) -> Verdict:
-    """Check, without loading, that HCCL's library is installed; the graph engine loads it even for one card."""
+    """Check that HCCL's library is installed, without loading it. The graph engine loads it even for one card."""
     directories = list(dict.fromkeys(_library_dirs(host.environment)))
     for path in (f"{each.rstrip('/')}/{_HCCL_LIBRARY}" for each in directories):
         if (host.root / path.lstrip("/")).is_file():
@@ -102,7 +102,7 @@ def _check_cards(host: Host) -> Verdict:
 
 
 def _check_addresses(host: Host) -> Verdict:
-    """Check that each card has its own address for the generated rank table; some cards on one host need none."""
+    """Check that each card has its own address for the generated rank table. Most cards of one host need no address."""
     advice = (
         f"hccn_tool -i N -ip -g prints the address of card N; -s address A netmask M sets it and writes {_HCCN_CONF};"
         f' into a container: -v {_HCCN_CONF}:{_HCCN_CONF}:ro; or set ip in [devices."ascend:N"]; cards of one host'
@@ -125,7 +125,7 @@ def _check_addresses(host: Host) -> Verdict:
 
 
 def _check_port(host: Host) -> Verdict:
-    """Check that HCCL's port on each card is free. The host cannot see a card's ports, only the card's processes."""
+    """Check that HCCL's port on each card is free. The host cannot see ports, so each card must have no process."""
     counts = {name: host.count_processes(int(name.partition(":")[2])) for name in _cards(host)}
     used_counts = [f"{count} on {name}" for name, count in counts.items() if isinstance(count, int) and count]
     unknown_counts = [f"{name} are unknown: {count}" for name, count in counts.items() if isinstance(count, OSError)]

@@ -44,7 +44,8 @@ _DATATYPES: Sequence[str] = (
 )
 _NO_WIRE_DATATYPE = f"is not a supported datatype; expected one of {', '.join(ITEM_BYTES)}"
 
-# Lowest unsigned value of a negative int64. A negative dimension means that the dimension is unknown.
+# The file stores a negative int64 as an unsigned number of at least this value. A negative dimension is an unknown
+# dimension.
 _INT64_SIGN = 2**63
 
 
@@ -70,7 +71,7 @@ def problems(file: BinaryIO) -> list[str]:
 
 def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
     for graph in _submessages(file, model, _GRAPH):
-        # Before IR version 4, a model listed each weight among the inputs, too.
+        # Ignore inputs that are weights: before IR version 4, a model listed each weight also as an input.
         weights = set(_weight_names(file, graph))
         inputs = (each for each in _submessages(file, graph, _INPUT) if _read_name(file, each, _NAME) not in weights)
         yield from _tensor_list_problems("input", file, inputs)
@@ -78,7 +79,7 @@ def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
 
 
 def _tensor_list_problems(kind: str, file: BinaryIO, spans: Iterator[Span]) -> Iterator[str]:
-    # For a model with too many tensors, the errors of the first `MAX_TENSORS` tensors suffice.
+    # If the model has too many tensors, examine only the first `MAX_TENSORS` of them.
     tensors = [_parse_tensor(file, span) for span in itertools.islice(spans, limits.MAX_TENSORS)]
     excess_count = sum(1 for _ in spans)
     if excess_count:
@@ -136,7 +137,7 @@ def _weight_names(file: BinaryIO, graph: Span) -> Iterator[str]:
 
 
 def _read_name(file: BinaryIO, message: Span, number: int) -> str:
-    """Return the name in field `number` of a message; a too long name is cut to `limits.MAX_NAME_BYTES` + 1 bytes."""
+    """Return the name in field `number` of a message, cut to at most `limits.MAX_NAME_BYTES` + 1 bytes."""
     name = ""
     for start, end in _submessages(file, message, number):
         file.seek(start)

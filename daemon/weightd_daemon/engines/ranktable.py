@@ -107,7 +107,7 @@ def is_address(text: str) -> bool:
 
 
 def path_problems(path: str) -> Iterator[str]:
-    """Yield an error if HCCL would reject the path of a table, with links resolved: it may contain `.json` once."""
+    """Yield an error if HCCL would reject the path, with links resolved: `.json` must occur once, at its end."""
     if not path.endswith(SUFFIX) or path.count(SUFFIX) > 1:
         yield f"expected a path with {SUFFIX} once, at its end, got {path!r}"
 
@@ -142,8 +142,8 @@ def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iter
 
     Args:
         table: the parsed table.
-        devices: by the device's name in the configuration, in the order of ranks, the physical number of the rank's
-            card; None if the card is unknown.
+        devices: the physical number of each rank's card, or None if the card is unknown. The keys are the configured
+            names of the devices, in the order of ranks.
     """
     if len(table.devices) != len(devices):
         yield f"expected {len(devices)} ranks, as devices has, got {len(table.devices)}"

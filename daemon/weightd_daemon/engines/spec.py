@@ -38,7 +38,7 @@ class EngineOptions:
         return iter(())
 
     def to_json(self) -> str:
-        """Return the options that differ from their defaults as JSON for a worker, with the paths of files."""
+        """Return a JSON text for a worker: the options that differ from their defaults, with the paths of files."""
         default = type(self)()
         non_defaults = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
         return json.dumps(non_defaults, sort_keys=True)
@@ -62,8 +62,8 @@ class EngineSpec:
         has_broker: whether ranks of the engine find each other through a broker process.
         build_factor: the maximum memory of a process while it builds a model on the CPU, divided by the size of the
             model's files.
-        template_threads: maximum of the model's key `threads` with which a holder has only one thread after its build,
-            so that workers can be forked from it; 0 for an engine without templates.
+        template_threads: the largest value of the model's key `threads` with which a holder has only one thread after
+            its build. Only then can workers be forked from the holder. 0 for an engine without templates.
         find_problems: checks a model file without the engine's library; returns a line for each reason why requests for
             the model would fail. Raises OSError if the file cannot be read.
     """

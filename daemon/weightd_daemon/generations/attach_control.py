@@ -97,7 +97,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
         """Return whether the daemon may send the workers' results to clients.
 
-        It must not if the weights are invalid, or if the required holder has begun to exit.
+        The results must be discarded if the weights are invalid, or if the required holder has begun to exit.
 
         Args:
             is_alive: returns whether the process with this name has not begun to exit.
@@ -129,7 +129,11 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             self.admit_greeted()
 
     def admit_greeted(self) -> None:
-        """Allow the workers that have sent HELLO to attach: the engine accepts any, or `Build` lists their pids."""
+        """Allow all workers that have sent HELLO to attach.
+
+        Callers make sure that they may: the engine accepts any worker, `Build` lists their pids, or no weights are
+        shared.
+        """
         for worker in self._processes.usable(Role.WORKER):
             if worker.state is ChildState.GREETED:
                 worker.advance(ChildEvent.ADMIT)
@@ -153,7 +157,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self._should_trim = True
 
     def on_allowed(self, allowed: AttachAllowed) -> None:
-        """Handle the holder's reply to `AllowAttach`: whether a worker may attach that was unknown at the build."""
+        """Handle the holder's reply to `AllowAttach`, the request to accept a worker that was unknown at the build."""
         if self.state is not AttachState.ALLOW_PENDING:
             return
         worker = self._processes.children.get(self._requested_worker)
@@ -165,7 +169,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             worker.advance(ChildEvent.ADMIT)
 
     def on_holder_lost(self) -> None:
-        """Let no further worker attach if attaching needs the holder, which is lost. Existing workers continue."""
+        """Record the loss of the holder. If attaching needs the holder, no further worker attaches."""
         if self.is_fork_only:
             self._close_attach(AttachEvent.ORPHAN, "the template has exited, and workers can only be forked from it")
         elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
@@ -192,8 +196,8 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         """Order waiting workers to attach, up to the limit of simultaneous attaches.
 
         Each worker loads the model before it shares the weights, so the limit bounds the peak of memory. No worker
-        attaches while a worker of the previous daemon may still reconnect. Before a worker attaches that the holder did
-        not know at its build, the holder is asked to allow it.
+        attaches while a worker of the previous daemon may still reconnect. The daemon asks the holder before it lets a
+        worker attach that the holder did not know at its build.
 
         Args:
             order: the order to attach, which contains the handle of the weights.
@@ -264,6 +268,6 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self.closed_reason = closed_reason
 
     def advance(self, event: AttachEvent) -> None:
-        """Change the state by an event. The daemon then no longer waits for a reply to `AllowAttach`."""
+        """Change the state by an event, and stop waiting for a reply to `AllowAttach`."""
         super().advance(event)
         self._requested_worker, self.deadline = "", FOREVER

@@ -51,7 +51,7 @@ class GenerationSetup:
     """The arguments of a generation's constructor.
 
     Attributes:
-        label: the name of the generation: the model's name and a number that is never used again.
+        label: the name of the generation: the model's name and `number`, which no other generation of the model gets.
         spec: the configuration of the generation.
         device: the device on which the processes run, unless `spec` lists other devices.
         source: the model files that the processes load.
@@ -222,7 +222,7 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
-        """Give up a child, because a predict that failed with the error `reason` may have damaged the child's model."""
+        """Give up a child whose predict failed with the error `reason`, which may have damaged the child's model."""
         child = self.children.get(name)
         if child is not None:
             self._on_leaving(child, reason, now)
@@ -246,7 +246,7 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """Shut the generation down. Its running batches have `timeout_s` seconds in addition to the stop timeout."""
+        """Shut the generation down. Its processes get `timeout_s` seconds in addition to the stop timeout."""
         self.processes.limit_stops(now, timeout_s)
         if self.state in ACTIVE:
             self.advance(GenerationEvent.DRAIN)
@@ -263,7 +263,8 @@ class GenerationBase(GenerationView):
     def tick(self, now: float) -> None:
         """End the children whose deadlines have passed, and start the processes that are due."""
         for child in list(self.children.values()):
-            # When the loop ends a child, other children may be killed, too. Their deadlines are then infinite.
+            # Ending one child may kill other children of the list, too. A killed child has no deadline, so the loop
+            # skips it.
             if now >= child.deadline and child.state is ChildState.ABORTED:
                 self.processes.kill(child)
             elif now >= child.deadline:
@@ -320,7 +321,7 @@ class GenerationBase(GenerationView):
 
     @abc.abstractmethod
     def _on_load_message(self, child: WorkerProcess, message: ChildMessage, now: float) -> None:
-        """Handle a message that this kind of generation expects while it loads, or an unexpected message."""
+        """Handle a message that is part of loading in this kind of generation, or any unexpected message."""
 
     @abc.abstractmethod
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
@@ -340,7 +341,7 @@ class GenerationBase(GenerationView):
 
     @abc.abstractmethod
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a child. `loss` describes the exit for the case that it was unexpected."""
+        """Handle the exit of a child. If the exit was unexpected, `loss` describes it."""
 
     @abc.abstractmethod
     def _reconcile(self, now: float) -> None:

@@ -30,8 +30,8 @@ _COUNT = integer(0, limits.MAX_COUNT)
 class ChildRecord:
     """The record of a holder, a broker, a READY worker or a READY rank.
 
-    `shared_bytes` and `note` are what the process last reported: how many bytes of its memory are shared, and why not
-    more.
+    `shared_bytes` and `note` are from the last report of the process: how many bytes of its memory are shared, and why
+    not more.
     """
 
     name: str = field(metadata=_NAME)
@@ -55,7 +55,7 @@ class GenerationRecord:
     """The record of a generation. The fields correspond to the attributes of `Generation` or `RankGroup`.
 
     `source` is the number of the model source. `attach_closed_reason` says why no further worker may attach. `models`
-    describes the models of a rank group; it is empty for a holder and its workers. `port` is the port of the ranks'
+    describes the models of a rank group, and is empty for a `Generation`. `port` is the port of the ranks'
     communication library on their cards, or 0.
     """
 

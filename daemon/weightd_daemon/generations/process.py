@@ -171,7 +171,7 @@ class GenerationProcesses:
 
     @property
     def is_all_ready(self) -> bool:
-        """Whether every worker is READY that has not been ordered to exit."""
+        """Whether all workers that have not been ordered to exit are READY."""
         return all(worker.state is ChildState.READY for worker in self.usable(Role.WORKER))
 
     @property
@@ -188,7 +188,7 @@ class GenerationProcesses:
     # --- operations ---------------------------------------------------------------------------------------------
 
     def spawn(self, role: Role, deadline: float, device: str, template: str = "") -> None:
-        """Start a holder or a worker on a device, forked from `template` unless that is "".
+        """Start a holder or a worker on a device. If `template` is not "", fork the process from this holder.
 
         The process must send HELLO by `deadline` (monotonic seconds).
         """
@@ -210,7 +210,7 @@ class GenerationProcesses:
         return child
 
     def fill_slots(self, workers_per_device: int) -> None:
-        """Let READY workers serve until each device has `workers_per_device`: spares replace lost workers."""
+        """Let READY workers serve until `workers_per_device` workers serve on each device; the others stay spares."""
         serving_by_device = Counter(self.children[name].device for name in self.serving)
         for worker in self.usable(Role.WORKER):
             is_free = worker.state is ChildState.READY and worker.name not in self.serving
@@ -235,7 +235,7 @@ class GenerationProcesses:
             self._emit(Send(child.name, Stop()))
 
     def limit_stops(self, now: float, timeout_s: float) -> None:
-        """From now on, give stopping children `timeout_s` seconds in addition to the stop timeout.
+        """From now on, give each stopping child `timeout_s` seconds in addition to the stop timeout.
 
         A child that is already stopping keeps its deadline if that is earlier.
         """

@@ -107,7 +107,8 @@ class ProgressLogger:
     def log_built(self, built: Built, holder: str, spec: GenerationSpec) -> None:
         """Log what the holder could not do: find a self-test, support rows as configured, or share weights.
 
-        Unshared weights are a warning only if an attempt to share has failed, not if the model has nothing to share.
+        Unshared weights are logged as a warning only if an attempt to share has failed, not if the model has nothing to
+        share.
         """
         if not built.selftest_digest:
             self.log(f"no self-test: {built.selftest_note}")
@@ -118,7 +119,7 @@ class ProgressLogger:
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
         """Log why requests cannot be batched or split as configured, if the holder has given a reason.
 
-        The reason is a warning if the results have to be exact (`is_exact`), or if batching is impossible.
+        The reason is logged as a warning if the results have to be exact (`is_exact`), or if batching is impossible.
         """
         if built.row_support is not None and built.row_support.note:
             is_loss = is_exact or not built.row_support.outputs

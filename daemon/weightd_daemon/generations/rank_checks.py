@@ -18,12 +18,13 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import GroupModelSignature, JoinedGroup, RankSlice, SelfTestDone, SelfTestResult
 from weightd_protocol.messages.worker import Built, Hello
 
-# Parts of the error texts of libraries after another process of the group has failed: of MindSpore, of HCCL for a link,
-# of HCCL for a collective operation, and of MindSpore for every predict after a failed predict.
+# Parts of error texts which show that another process of the group has failed. In this order, the texts come from
+# MindSpore, from HCCL for a link, from HCCL for a collective operation, and from MindSpore for every predict after a
+# failed predict.
 _PEER_FAILURE_TEXTS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
 
-# Exit statuses of a rank after the loss of the broker. MindSpore then sends SIGTERM to the rank's process. If the
-# process handles the signal, it exits with the second status.
+# Exit statuses of a rank that has lost its broker. MindSpore then sends SIGTERM to the rank's process, which exits with
+# the first status, or with the second one if it handles the signal.
 _BROKER_LOST_STATUSES = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
 # Exit statuses of MindSpore's broker after the loss of a rank. The broker also exits with status 1 if it cannot listen.
@@ -51,7 +52,7 @@ def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupM
 
 
 def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> str:
-    """Return an error text if a rank that returns results has not compared any with the known answer; else ""."""
+    """Return an error text if a rank that serves results has not checked any in the self-test; else ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
             return f"rank {rank} returns results, but has not compared any with the self-test's known answer"

@@ -97,7 +97,7 @@ class RankGroup(GenerationBase):
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
         """Start all processes, the broker first."""
-        del selftest  # a rank group only runs the configured self-test, with its known answers
+        del selftest  # not needed: a rank group only runs the configured self-test, with its known answers
         self._slice_digests = slice_digests or (self.sha256,) * self.group_spec.size
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         if self.group_spec.has_broker:
@@ -114,7 +114,7 @@ class RankGroup(GenerationBase):
         )
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
-        """Order the processes to join the group and load once all of them have sent HELLO."""
+        """Once all processes have sent HELLO, order them to join the group and load the model."""
         del hello  # the HELLO message is stored in the child
         if self.processes.count(ChildState.GREETED) == len(self.children):
             self._join_group(now)
@@ -129,7 +129,8 @@ class RankGroup(GenerationBase):
             case ChildState.ATTACHING, SelfTestDone():
                 self._on_selftest_done(child, message, now)
             case _:
-                # After an unexpected message, the process may not be in the state that the daemon assumes.
+                # After an unexpected message, the process may not be in the state that the daemon assumes, so the
+                # process is given up.
                 if child.state in USABLE:
                     self._lose(child, LossReason(f"unexpected message {type_name(message)}", child.state), now)
 
@@ -149,7 +150,7 @@ class RankGroup(GenerationBase):
             self._actions.append(Send(child.name, JoinGroup()))
 
     def _run_selftest(self, now: float) -> None:
-        """Order all ranks at once to run the self-test, because they connect to each other in their first predict."""
+        """Order all ranks at once to run the self-test: in its first predict, the ranks connect to each other."""
         mismatch = rank_checks.signature_mismatch(self._joined)
         model_count = len(self._joined[self._rank_names[0]].members)
         if not self.group_spec.is_sliced and model_count != self.group_spec.model_count:
@@ -212,7 +213,7 @@ class RankGroup(GenerationBase):
             self.processes.kill(*self.children.values())
         elif self.state is GenerationState.DRAINING:
             if any(rank.state is not ChildState.READY for rank in ranks):
-                # A group that has not loaded completely has no batches to finish.
+                # A group that has not loaded completely has no batches to finish, so its processes are killed at once.
                 self.processes.kill(*self.children.values())
             for child in ranks or ([] if self.processes.has(Role.RANK) else list(self.children.values())):
                 if child.state in USABLE:
@@ -250,7 +251,8 @@ class RankGroup(GenerationBase):
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
         have_met, previous_state = bool(self.models), loss.previous_state
         is_consequential = rank_checks.is_peer_failure_exit(child.role, exit_cause, has_connected=have_met)
-        # In a draining group, the broker may exit by itself after its ranks have exited.
+        # The exit of a usable process is a loss, with one exception: in a draining group, the broker may exit by itself
+        # after its ranks have exited.
         if previous_state in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_listening = previous_state is ChildState.HOLDING
             if is_listening and rank_checks.is_port_taken(exit_cause, has_connected=have_met):
@@ -262,7 +264,8 @@ class RankGroup(GenerationBase):
                 child, exit_cause, is_independent=rank_checks.is_independent_exit(exit_cause) and not is_consequential
             )
         elif exit_cause.status != 0:
-            # The remaining processes may be waiting in a predict for the process that has exited.
+            # The remaining processes may be waiting in a predict for the process that has exited, and might wait
+            # forever.
             self.processes.kill(*self.children.values())
 
     def _lose(self, child: WorkerProcess, loss: LossReason, now: float, *, is_consequential: bool = False) -> None:

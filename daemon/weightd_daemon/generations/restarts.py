@@ -23,7 +23,8 @@ EARLY_DEATH_S = 10.0
 
 NEVER = float("inf")
 
-# First and maximum delay in seconds: of the start of a process, and of the load of a model.
+# Seconds before the first retry, and the maximum before any retry. The first number of each pair is for the start of a
+# process, the second for the load of a model.
 _FIRST_DELAY_S, _FIRST_LOAD_DELAY_S = 0.1, 1.0
 _MAX_DELAY_S, _MAX_LOAD_DELAY_S = 30.0, 60.0
 
@@ -125,7 +126,9 @@ class WorkerStarts:
 
 
 class RestartBackoff:
-    """Counts failed starts and early exits, and computes when the next start is due. Times are monotonic seconds.
+    """Counts the failed starts and early exits of workers, and computes when the next start is due.
+
+    Times are monotonic seconds.
 
     Args:
         random_fraction: returns a random number from 0 to 1, by which delays are shortened.

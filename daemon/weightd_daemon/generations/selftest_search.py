@@ -2,8 +2,8 @@
 
 A holder announces the inputs on which it will run the model. If the holder then exits or exceeds its deadline, these
 inputs are unsuitable, and the next holder skips them. Every lost holder costs a build, so the number of lost holders is
-limited. If the holder is killed from outside, the next holder tries the same inputs again, but only once: they may have
-made the kernel run out of memory.
+limited. If the holder is killed from outside, the next holder tries the same inputs again, but only once, because these
+inputs may have made the kernel run out of memory and kill the holder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class SelfTestSearch:
 
     def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
         """Record the inputs that the holder announces."""
-        # The configured self-test is announced first. A later announcement without inputs shows that it has run.
+        # The holder announces the configured self-test first. An announcement without inputs shows that this self-test
+        # has run.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
@@ -77,7 +78,7 @@ class SelfTestSearch:
         self.spec = replace(self.spec, cases=built.selftest_cases, built=built if _is_complete(built) else None)
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
-        """Record the loss of a holder; return whether it happened in a self-test and another holder may succeed.
+        """Record the loss of a holder; return whether it was lost in a self-test and another holder may succeed.
 
         Args:
             has_timed_out: whether the holder exceeded its deadline. Another search would take as long, so the next

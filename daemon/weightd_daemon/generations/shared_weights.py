@@ -114,7 +114,7 @@ class Generation(GenerationBase):
 
     @property
     def _is_sharing(self) -> bool:
-        """Whether workers attach to the weights of the holder. Before the build, whether they are configured to."""
+        """Whether workers attach to the weights of the holder; before the build: whether this is configured."""
         return self.spec.is_sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
 
     # --- reports ------------------------------------------------------------------------------------------------
@@ -188,7 +188,8 @@ class Generation(GenerationBase):
         if holder.hello is None:
             return
         if self.spec.is_sharing and holder.hello.sharing_traits.attach_rewrites_weights and not built.selftest_digest:
-            # An attaching worker writes the weights again. Only the self-test shows whether they are right.
+            # Each attaching worker writes the weights again, and only a self-test shows whether they are still right.
+            # So a holder without a self-test fails.
             reason = f"no self-test: {built.selftest_note}; set the key selftest, or turn sharing off"
             self.selftest_search.current_cases = ()
             self._on_process_failed(holder, ProcessFailed(clip(reason)), now)
@@ -209,7 +210,8 @@ class Generation(GenerationBase):
             self.advance(GenerationEvent.BUILT)
             self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
         if not self._is_sharing:
-            # The holder has reported the signature and the self-test, and workers load the weights without it.
+            # The holder is not needed any more: it has reported the signature and the self-test, and workers load their
+            # own weights.
             self._stop(holder, now)
 
     def _on_attached(self, worker: WorkerProcess, attached: Attached, now: float) -> None:
@@ -224,7 +226,7 @@ class Generation(GenerationBase):
         worker.note, worker.shared_bytes = attached.note, attached.shared_bytes
         if self.spec.is_sharing:
             self._log.log_attached(self.built, attached, worker.name)
-            self.device_usage.on_attached(attached.device)  # if unshared, the process memory includes the weights
+            self.device_usage.on_attached(attached.device)  # otherwise the measured memory would include the weights
         worker.advance(ChildEvent.ATTACHED)
         self._on_ready(worker, 0, now)
 
@@ -245,7 +247,7 @@ class Generation(GenerationBase):
         if self.state in ACTIVE:
             self.attach_control.tick(now)
             self.attach_control.stop_unattachable(now)
-        # As long as a worker is starting, it may become READY, so the generation does not fail.
+        # A generation with a usable worker does not fail, because a worker that is still starting may become READY.
         if not self.processes.usable(Role.WORKER):
             if self._starts.is_given_up:
                 self.fail(self.failure, now)
@@ -281,7 +283,7 @@ class Generation(GenerationBase):
             self.processes.spawn(Role.WORKER, deadline, device, "" if template is None else template.name)
 
     def _build_if_gathered(self, now: float) -> None:
-        """Order the holder to build once it, and all workers whose pids the engine needs, have sent HELLO."""
+        """Order the holder to build once the holder and all workers whose pids the engine needs have sent HELLO."""
         holder = self.processes.holder
         if self.state is not GenerationState.GATHERING or holder is None or holder.hello is None:
             return
@@ -321,7 +323,7 @@ class Generation(GenerationBase):
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
         del reason  # the client receives the reason in the reply
         if child.state is ChildState.READY:
-            # The worker has announced its exit and did not crash, so the next worker starts without a delay.
+            # The worker did not crash but announced its exit, so no delay of the next start is scheduled.
             self.processes.counters.on_lost()
             self._log.log(f"{child.name} exits: a failed predict may have damaged its model", child.name)
             self._stop(child, now)
@@ -340,7 +342,8 @@ class Generation(GenerationBase):
         if loss.previous_state in USABLE:
             self._on_loss(child, loss, now, is_death=True)
         elif child.loss is not None and exit_cause.detail:
-            # The loss of this child was handled before its exit. The end of its log is known only now.
+            # The loss of this child was handled before its exit. Log the loss again, because only now the end of the
+            # child's log is known.
             self._log.log(str(FailureReason(child.loss.reason, child.name, exit_cause.detail)), child.name)
             if self.failure.child == child.name:
                 self.failure = dataclasses.replace(self.failure, log_tail=exit_cause.detail)
@@ -356,7 +359,7 @@ class Generation(GenerationBase):
             self.processes.counters.on_lost()
         if child.role is Role.HOLDER:
             self._on_holder_lost(child, loss, now)
-        if self.state is state_before:  # else the deployment logs this reason with the generation's failure
+        if self.state is state_before:  # after a failure, the deployment logs this reason
             self._log.log(f"{child.name} lost: {loss.reason}", child.name)
         if child.role is Role.WORKER and self.state in ACTIVE:
             if self._starts.on_worker_lost(child, loss, now):

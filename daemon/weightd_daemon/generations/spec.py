@@ -107,8 +107,8 @@ class GenerationSpec:
             this time until its HELLO message.
         spares: the number of further attached workers on each device, which replace lost workers.
         is_sharing: whether the weights are shared; otherwise every worker loads its own weights.
-        can_outlive_holder: whether workers may continue without the holder although the engine declares the shared
-            memory invalid then. This is safe if the driver keeps the memory as long as a worker uses it.
+        can_outlive_holder: whether workers may continue after the loss of the holder, although the engine then declares
+            the shared memory invalid. This is safe if the driver keeps the memory as long as a worker uses it.
         predict_timeout: the seconds that one predict may take.
         selftest: the configured self-test settings, which apply until a generation has found a self-test.
         can_fork_from_holder: whether workers may be forked from the holder; then no worker starts before the build.

@@ -125,7 +125,7 @@ class CounterStore:
             self._call_soon(self._continue_write)
 
     def _write_step(self) -> bool:
-        """Encode the next records. After the last record, replace the file if it has changed, and return True."""
+        """Encode the next records. After the last one, replace the file if a counter has changed, and return True."""
         for number, (word, record) in enumerate(self._remaining, 1):
             self._lines.append(json.dumps({word: plain(record)}))
             if number == _MAX_RECORDS_PER_STEP:
@@ -140,9 +140,9 @@ class CounterStore:
     def _replace_file(self, content: str) -> None:
         new_path = self.path.with_name(f"{self.path.name}.new")
         try:
-            # The operator may have removed the whole cache directory.
+            # The directory may be missing, because an operator may have removed the whole cache directory.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # A daemon that was killed may have left a file at this path.
+            # Remove a file that a killed daemon may have left at this path.
             with contextlib.suppress(FileNotFoundError):
                 new_path.unlink()
             with os.fdopen(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -180,7 +180,7 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
     records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
         word, record = _parse_record(value, record_types)
-        # A second record of the same object would be counted twice.
+        # Reject two records of the same object, because both would be added to its counters.
         if record.key in records[word]:
             raise CounterStoreError(f"expected each {word} once, got {record.key!r} twice")
         records[word][record.key] = record

@@ -19,7 +19,8 @@ from weightd_daemon.platform.directories import PathInUse, check_not_replaceable
 from weightd_daemon.platform.listen import reserve_socket_path
 from weightd_daemon.processes.shim.client import wait_until_exited
 
-# Seconds to wait until a shim of an earlier daemon has ended all its processes, whose memory the kernel has to free.
+# Maximum number of seconds to wait until a shim of an earlier daemon has killed all its processes. The kernel needs
+# time to free their memory.
 _EXIT_TIMEOUT_S = 30.0
 
 
@@ -29,7 +30,8 @@ def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Ge
 
     Args:
         config: the configuration, which contains the paths.
-        keep_private_dir: whether a shim uses the private directory. This function then does not create or remove it.
+        keep_private_dir: whether a shim uses the private directory. If so, this function neither creates nor removes
+            the directory.
 
     Raises:
         PathInUse: another daemon uses the same socket, or a path cannot be used.
@@ -104,7 +106,8 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
-        # The file is removed before it is unlocked, so this cannot remove the lock file of another daemon.
+        # Remove the file before its lock is released: no other daemon holds the lock yet, so this is not the file of
+        # another daemon.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 

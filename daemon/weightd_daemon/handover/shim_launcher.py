@@ -25,7 +25,8 @@ _log = logging.getLogger("weightd")
 SHIM = "shim"
 """Name under which the service manager keeps the daemon's end of the shim's socket for the next daemon (FDSTORE=1)."""
 
-# Seconds to wait until a shim that is stopped or was killed, and all its children, have exited.
+# Maximum number of seconds to wait for the exit of a shim and all its children, after the daemon has shut down or
+# killed the shim.
 _EXIT_TIMEOUT_S = 30.0
 
 
@@ -102,7 +103,7 @@ class ShimLauncher:
         return self._shim.watch(survivor)
 
     def close(self) -> None:
-        """Close the socket to the shim. The shim kills its children unless the service manager keeps the descriptor."""
+        """Close the socket to the shim. The shim kills its children unless the service manager holds a duplicate."""
         if not self._is_lost:
             self._shim.close()
 
@@ -114,7 +115,8 @@ class ShimLauncher:
             shim = ShimClient(descriptor)
         except ShimLost as error:
             _log.warning("loading every model again: %s", error)
-            # If the shim is only slow, it exits when the service manager has closed its duplicate of the descriptor.
+            # The shim may be running, but too slow to reply. It then exits, because the service manager closes the last
+            # duplicate of the daemon's end of the socket.
             self._manager.remove_descriptor(SHIM)
             return None
         try:
@@ -122,8 +124,9 @@ class ShimLauncher:
         except HandoverError as error:
             _log.warning("loading every model again: %s", error)
             self._manager.remove_descriptor(SHIM)
-            # When the old shim exits, it removes its files, including the sockets for children, so wait for its exit.
-            # `make_private_directory` would not wait if the old shim uses another directory than this daemon.
+            # Wait for the exit of the old shim, because the old shim then removes its files. They include the sockets
+            # for children, and this daemon creates its sockets at the same paths. `make_private_directory` waits only
+            # for a shim that uses the directory of this daemon, but the old shim may use another directory.
             _log.info("waiting for the processes of the previous daemon to end")
             shim.stop(_EXIT_TIMEOUT_S)
             return None

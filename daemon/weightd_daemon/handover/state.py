@@ -57,7 +57,7 @@ def write(
     devices: Sequence[DeviceRecord],
     rollouts: Sequence[RolloutRecord] = (),
 ) -> None:
-    """Replace the state file. If that fails, remove it: the next daemon then loads every model anew."""
+    """Replace the state file. If this fails, remove the old file, so that the next daemon loads every model again."""
     new = path.with_suffix(".new")
     try:
         content = Handover(VERSION, CHILD_PROTOCOL_VERSION, tuple(models), tuple(devices), tuple(rollouts))

@@ -37,7 +37,8 @@ _log = logging.getLogger("weightd")
 # Seconds between two updates of the service's status text, which people read in `systemctl status`.
 _STATUS_INTERVAL_S = 1.0
 
-# Seconds by which each update extends the time-out of the start (EXTEND_TIMEOUT_USEC) while required models load.
+# Seconds by which each update of the status text extends the time-out of the start (EXTEND_TIMEOUT_USEC) while required
+# models load.
 _EXTENSION_S = 15.0
 
 # Seconds without progress, beyond its `load_timeout`, after which a loading model counts as stuck. A model makes no
@@ -63,7 +64,7 @@ class SystemdNotifier:
     Attributes:
         is_ready: whether READY=1 was sent. It is sent once every required model serves. If models were taken over from
             the previous daemon, required models that are new and have failed do not count.
-        next_event_at: when `poll` has to be called again, unless a model changes before.
+        next_event_at: the latest time of the next call of `poll`. A change of a model requires an earlier call.
     """
 
     def __init__(self, watchdog_s: float | None) -> None:
@@ -72,7 +73,8 @@ class SystemdNotifier:
         self._watchdog_interval_s = watchdog_s / _WATCHDOG_DIVISOR if watchdog_s is not None else float("inf")
         self._next_watchdog_at = 0.0 if watchdog_s is not None else float("inf")
         self._status = ""
-        # The names of the required models that have served. Only these models can stop the watchdog notifications.
+        # The names of the required models that have served. The daemon stops watchdog notifications only because of one
+        # of these models.
         self._served_models: set[str] = set()
         # The names of the models that were serving in the previous daemon and that this daemon continues to serve.
         self._resumed_models: frozenset[str] = frozenset()
@@ -82,12 +84,12 @@ class SystemdNotifier:
     def on_resumed(self, models: Iterable[str]) -> None:
         """Record the models that were taken over from the previous daemon.
 
-        If there are any, a new model that cannot be loaded does not fail the service.
+        If any model was taken over, a new model that cannot be loaded does not make the service fail.
         """
         self._resumed_models = frozenset(models)
 
     def on_suspended(self, seconds: float) -> None:
-        """Make the next watchdog notification due earlier by the seconds for which this process was stopped."""
+        """Make the next watchdog notification due earlier by the seconds for which this process was suspended."""
         self._next_watchdog_at -= seconds
 
     def poll(
@@ -104,7 +106,8 @@ class SystemdNotifier:
         Args:
             models: all models.
             now: the time.
-            note: why the configuration file is not in force, or "". The status text does not contain this reason.
+            note: why the daemon does not use the current content of the configuration file, or "". The status text
+                shows only that there is a reason.
             load_progress: returns the progress of a loading generation as a text.
         """
         models = list(models)
@@ -145,11 +148,11 @@ class SystemdNotifier:
         return model.readiness.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
 
     def _is_alive(self, model: ServedModel, stuck: Collection[str], now: float) -> bool:
-        """Return whether watchdog notifications may be sent as far as this model is concerned.
+        """Return whether the state of this model permits watchdog notifications.
 
-        They may if a worker of the model answers, or if the model is being loaded and makes progress or pauses between
-        two attempts. They also may if the model has never served: a reload may have added a model that cannot be
-        loaded, which is no reason to restart the service.
+        It does if a worker of the model answers, or if the model is being loaded and makes progress or pauses between
+        two attempts. It also does if the model has never served: if a reload has added a model that cannot be loaded,
+        this is no reason to restart the service.
         """
         if model.name not in self._served_models or not model.readiness.unready_reason(now):
             return True
@@ -209,7 +212,7 @@ class ManagedService:
         rollout_records: returns the rollouts in progress.
         load_monitor: measures the progress of loading models.
         shutdown: the shutdown of the daemon. After it has begun, no notifications are sent.
-        config_note: returns why the configuration file is not in force, or "".
+        config_note: returns why the daemon does not use the current content of the configuration file; "" if it does.
         on_failed: called with the current time if the service can never become ready.
 
     Attributes:
@@ -255,14 +258,14 @@ class ManagedService:
             self._notify(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """Notify at once: this process was stopped for `seconds`, but the service manager's clock went on."""
+        """Notify at once: this process was suspended for `seconds`, but the service manager's clock went on."""
         self._notifier.on_suspended(seconds)
         self.timer.set(now)
 
     def begin_reload(self) -> bool:
         """Notify the service manager that a reload begins; return whether `end_reload` has to be called."""
-        # READY=1 ends both a reload and a start. So a reload during the start is not notified: the READY=1
-        # at its end would end the start, too.
+        # Do not notify the service manager of a reload during the start: the READY=1 at the end of the reload would
+        # also end the start.
         should_notify = self._notifier.is_ready and not self._shutdown.has_begun
         if should_notify:
             self._manager.notify_reloading()
@@ -344,7 +347,8 @@ def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[st
     found: dict[str, socket.socket] = {}
     for address, descriptor in zip(listen_addresses(passed), passed, strict=True):
         found[address] = stack.enter_context(socket.socket(fileno=descriptor))
-        # Another process may share this socket and accept a connection first. This process must then not block.
+        # Another process may share this socket and accept a connection before this process does. The `accept` of this
+        # process must then not block.
         found[address].setblocking(False)
     return found
 

@@ -1,8 +1,8 @@
 """Decides whether a generation may start: computes the memory and processes that it needs, and checks two limits.
 
-The first limit is the budgets for the memory of models (`residency/table.py`). If a budget is used up, other models may
-be unloaded. The second limit is the device (`placement.py`). If the device is full, older generations of the same model
-may be drained.
+First, the memory must fit into the budgets of the host, the cards and the tenants (`residency/table.py`). If a budget
+is used up, other models may be unloaded. Second, memory and processes must fit on the device (`placement.py`). If the
+device is full, older generations of the same model may be drained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ModelMemory(Protocol):
     def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
         """Reserve memory for a generation, and return whether the generation may start its processes.
 
-        If too little memory is free, the request is recorded, and the caller calls this method again later.
+        If too little is free, the generation waits for memory, and the caller calls this method again later.
         """
         raise NotImplementedError
 
@@ -45,11 +45,12 @@ class ModelMemory(Protocol):
 
 
 class Verdict(NamedTuple):
-    """The answer to a request to reserve memory.
+    """Whether the memory of a generation is reserved, and if not, why.
 
     Attributes:
         is_granted: whether the memory is reserved.
-        rejection_reason: why the memory can never be reserved, as text for users; "" if it is or may be reserved.
+        rejection_reason: why the memory can never be reserved, as text for users; "" if the memory is reserved or may
+            be reserved later.
     """
 
     is_granted: bool
@@ -82,10 +83,10 @@ class Admission:
     Args:
         placement: the device of the deployment, or the cards of its rank group.
         rollout_policy: the configured memory of a process and of the communication between ranks.
-        wake: called when another generation has released resources and a generation of the deployment waits for
+        wake: called when another generation has released resources while a generation of this deployment waits for
             resources.
-        predecessor: the deployments of the model that is being replaced, which may be drained if both models do not
-            fit; None: no model is being replaced.
+        predecessor: the deployments of the old model that this deployment's model replaces; they may be drained if both
+            models do not fit. None: the model replaces no other model.
         memory: reserves memory in the budgets; None: there are no budgets.
 
     Attributes:
@@ -118,7 +119,8 @@ class Admission:
         if spec.rank_group is not None:
             return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
         worker_count = spec.process_count
-        # Without sharing, the holder exits before a worker loads, so its copy of the weights does not count.
+        # Without sharing, each worker has its own copy of the weights. The holder's copy does not count, because the
+        # holder exits before a worker loads.
         copy_count = 1 if spec.is_sharing else worker_count
         return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
@@ -130,7 +132,10 @@ class Admission:
         self.memory.restore(generation.label, request, self._placement.name)
 
     def has_memory(self, label: str, request: ResourceRequest) -> Verdict:
-        """Reserve memory for a generation in the budgets; if too little is free, other models may be unloaded."""
+        """Reserve memory for a generation in the budgets, and return whether the memory is reserved.
+
+        If too little memory is free, other models may be unloaded, and the caller calls this method again later.
+        """
         return self.memory.admit(label, request, self._placement.name)
 
     def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
@@ -149,7 +154,7 @@ class Admission:
     def will_suffice(self, generation: GenerationBase, request: ResourceRequest) -> bool:
         """Return whether a generation fits after all generations that are shutting down have released their resources.
 
-        If so, `wake` is called at each such release.
+        If so, each release calls `wake`, so that the caller tries to start the generation again.
         """
         if self._placement.rejection_reason(generation.label, request, excluding=self._placement.leaving):
             return False

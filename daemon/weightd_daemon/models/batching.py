@@ -1,6 +1,7 @@
 """The batching policy of a generation: computed from the configuration and the row test, and described for users.
 
-The holder of a generation runs the row test: it runs rows together in one predict and alone, and compares the results.
+For the row test, the holder of a generation runs several rows together in one predict and each row alone, and compares
+the results.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def batching_policy(config: ModelConfig, generation: GenerationBase) -> Batching
 
 
 def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
-    """Return the maximum number of rows of several requests that may share a predict.
+    """Return the maximum number of rows that the requests of one batch may have together.
 
     The result is 0 if no batching is configured or the row test has not ended, and 1 if the row test forbids batching.
     """
@@ -50,7 +51,7 @@ def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
 def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
     """Return a text for users: how requests of the generation are batched and split, or why they are not.
 
-    The text is "" if neither is configured, or if the row test has not ended.
+    The text is "" if neither batching nor splitting is configured, or if the row test has not ended.
     """
     row_support = None if generation.built is None else generation.built.row_support
     if row_support is None:
@@ -85,7 +86,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
 
 
 def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
-    """Return the name of each input with its dimensions besides the rows, as used in the row test.
+    """Return each input's name and the dimensions, without the row dimension, that the row test has used.
 
     The row test uses the same dimensions as the self-test. The result is None without a self-test.
     """
@@ -107,12 +108,12 @@ def _inputs_without_rows(generation: GenerationBase) -> list[str]:
 
 
 def _has_other_free_dims(generation: GenerationBase) -> bool:
-    """Return whether any input has a dimension of variable size besides its first one, the number of rows."""
+    """Return whether any input has a dimension of variable size other than its first dimension, the number of rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)
 
 
 def _unmerged_principals(generation: GenerationBase) -> Mapping[int, UnmergedPrincipal]:
-    """Return the principals whose requests share no predict with other requests, by their numbers.
+    """Return, by number, the principals whose requests never share a predict with other requests.
 
     The result is empty for a rank group, because rank groups do not detect such principals.
     """

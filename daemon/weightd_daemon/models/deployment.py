@@ -1,7 +1,7 @@
 """A deployment: a model on one device or rank group, with all its generations.
 
 At most one generation serves and at most one loads; any number of generations may be draining. A deployment makes
-decisions without I/O: it receives events and the clock, and returns actions.
+decisions without I/O: it receives events and the current time, and returns actions.
 
 A deployment guarantees that the workers of only one generation receive requests. It also guarantees that a second copy
 of the weights exists only while one generation takes over from another, and only if the device has enough memory.
@@ -42,7 +42,8 @@ class Deployment(DeploymentView):
         placement: the device or the cards of the rank group, with their limits of memory and processes.
         spec: the configuration with which generations are made.
         rollout_policy: how one generation replaces another.
-        make_generation: returns a new generation that loads a source.
+        make_generation: called with a placement, a source and a configuration; returns a new generation that loads the
+            source.
         admission: decides whether the next generation fits on the device.
 
     Attributes:
@@ -100,8 +101,8 @@ class Deployment(DeploymentView):
     def update(self, source: ModelSource, now: float) -> None:
         """Load a generation of a new source, which serves after a call of `take_over`.
 
-        If the deployment was loading another generation, because the serving one was lost or lacks workers, that other
-        generation is drained. The source of the drained generation is loaded again only if the update fails.
+        The deployment may already be loading another generation, because the serving one was lost or lacks workers.
+        That other generation is drained, and its source is loaded again only if the update fails.
         """
         wanted_again = self._wanted_source
         if self.loading is not None and (self.is_lost or self.is_being_replaced):
@@ -124,8 +125,8 @@ class Deployment(DeploymentView):
         """
         is_awaited = self.is_awaiting_snapshot(source)
         if selftest is not None and self._failed_generation is not None:
-            # The stored result of an earlier holder may have caused the failure, so the next generation starts a holder
-            # again.
+            # The last generation has failed, perhaps because it used the stored description (`built`) of an earlier
+            # holder. Without this description, the next generation starts a holder again.
             selftest = dataclasses.replace(selftest, built=None)
         if is_awaited:
             self._pending_snapshot = snapshot, selftest
@@ -137,7 +138,7 @@ class Deployment(DeploymentView):
         Args:
             source: the source.
             cause: why the snapshot could not be taken.
-            now: the clock.
+            now: the time in monotonic seconds.
             is_transient: whether the cause may disappear without an operator, such as a full disk.
         """
         if self.is_awaiting_snapshot(source) and self.loading is not None:
@@ -171,16 +172,16 @@ class Deployment(DeploymentView):
             self.loading.fail(FailureReason(cause), now)
 
     def mark_leaving(self) -> None:
-        """Announce that all generations will be drained, so that others wait for the memory that becomes free."""
+        """Announce that all generations will be drained, so that other generations can wait for their memory."""
         self.placement.mark_leaving([generation.label for generation in self.generations])
 
     def unload(self, now: float, event: DeploymentEvent = DeploymentEvent.UNLOAD) -> None:
         """Drain all generations and load no others; running batches may take `predict_timeout` seconds more.
 
         Args:
-            now: the clock.
-            event: UNLOAD: nothing is loaded until a call of `load`. VACATE: nothing is loaded until a call of
-                `reinstate`, so that a changed model of the same name can use the memory.
+            now: the time in monotonic seconds.
+            event: UNLOAD: the deployment loads nothing until `load` is called. VACATE: it loads nothing until
+                `reinstate` is called; meanwhile, a changed model of the same name can use the memory.
         """
         self.advance(event)
         self.mark_leaving()
@@ -265,9 +266,9 @@ class Deployment(DeploymentView):
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self.admission.rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
-            return  # wait: draining generations free memory, and no third generation may start
-        # Two rank groups may be unable to run on the same cards at once, even with enough memory. So an update may have
-        # to drain the old group first.
+            return  # wait until the draining generations have ended: at most two may run at once
+        # An update loads the new generation beside the serving one. Rank groups are the exception: two of them may be
+        # unable to run on the same cards even with enough memory, so the old group may be drained first.
         is_beside = self.is_updating and self.spec.rank_group is None
         if old is not None and not is_beside and self._rollout_policy.vacates_first(has_room=not reason):
             vacate_reason = reason or "policy replace"
@@ -290,10 +291,10 @@ class Deployment(DeploymentView):
             coming.on_snapshot_taken(snapshot.sha256, now, selftest, tuple(each.sha256 for each in snapshot.slices))
 
     def _take_over_if_ready(self, now: float) -> None:
-        """Let the loaded generation take over: at once if none serves, else once all workers that can load are ready.
+        """Let the loaded generation take over: at once if none serves, otherwise once none of its workers still loads.
 
-        During an update, `Rollouts` decides when all devices take over. Then this method only fails the generation if
-        some worker could not load the model.
+        During an update, `Rollouts` decides when the new generations of all devices take over; this method only fails
+        the loaded generation if one of its workers could not load the model.
         """
         loading = self.loading
         if loading is None or loading.state is not GenerationState.SERVING:
@@ -359,7 +360,7 @@ class Deployment(DeploymentView):
 
     def _retry_or_fail(self, failed: GenerationBase) -> None:
         if self.state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
-            # A deployment that has served before is never given up, whatever the failure.
+            # A deployment that has served before loads its source again after any failure, however often it fails.
             self._wanted_source = failed.source
             delay_s = self._backoff.delay_s
             _log.warning("%s: starting the next generation in %.1f s", failed.label, delay_s, extra=failed.log_extra())
@@ -396,7 +397,8 @@ class Deployment(DeploymentView):
     def _collect_actions(self) -> None:
         """Collect the actions of all generations, and release the resources of the generations that have ended.
 
-        Actions that add slots are collected only from the serving generation, so that no other one receives requests.
+        Actions that add slots are collected only from the serving generation, so that no other generation receives
+        requests.
         """
         if self.serving is not None:
             self.admission.memory.on_serving(self.serving.label)

@@ -42,8 +42,8 @@ class DeploymentSet:
         ids: assigns the numbers of the generations.
         load_limiter: limits how many workers of all models attach at the same time; None: one worker of a generation at
             a time.
-        predecessor: the deployments of the model that this set replaces, which may be drained if both do not fit; None:
-            the set replaces no model.
+        predecessor: the deployments of the old model that this set's model replaces; they may be drained if both models
+            do not fit. None: the set replaces no model.
         memory: reserves memory for the generations in the budgets; None: there are no budgets.
 
     Attributes:
@@ -117,7 +117,7 @@ class DeploymentSet:
         return [each for each in records if each is not None]
 
     def on_snapshot_taken(self, now: float) -> None:
-        """Let the deployments continue that wait for a snapshot, because one of a model was taken."""
+        """Let the deployments that wait for a snapshot continue, because the snapshot of a model was taken."""
         self._report_snapshots()
         self.reconcile(now)
 
@@ -147,7 +147,7 @@ class DeploymentSet:
         self.reconcile(now)
 
     def covers_row_test(self, config: ModelConfig) -> bool:
-        """Return whether the row test that the holders run now suffices for the batching of this configuration."""
+        """Return whether the row test that the holders already run is enough for the batching that `config` sets."""
         return self._deployments[0].spec.row_test.covers(RowTestSpec.from_config(config))
 
     def on_reconfigured(self) -> None:
@@ -160,7 +160,7 @@ class DeploymentSet:
     def mark_leaving(self, model: str) -> None:
         """Record that a model of the set will be drained.
 
-        Once all models of the set will be drained, generations of other models may wait for the resources of this set.
+        After a call for each model of the set, generations of other models may wait for the resources of the set.
         """
         self._leaving_models.add(model)
         if len(self._leaving_models) == self._use.model_count:
@@ -250,7 +250,7 @@ class DeploymentSet:
         return True
 
     def _wake(self) -> None:
-        """Schedule `tick` of all models: resources were released, and a generation of this set waits for resources."""
+        """Schedule `tick` of all models, because resources were released for which a generation of this set waits."""
         for model in self._use.models:
             model.wake()
 

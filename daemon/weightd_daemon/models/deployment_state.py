@@ -125,7 +125,8 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         serving: the generation whose workers receive requests, or None.
         loading: the generation that loads, or None.
         draining: the generations that are shutting down.
-        spec: the configuration of the next generation; without sharing or forking if these have failed.
+        spec: the configuration of the next generation; without sharing if sharing has failed, without forking if
+            forking has failed.
         worker_target: the number of workers that should serve on each device now.
     """
 
@@ -168,12 +169,12 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def last_generation(self) -> GenerationBase | None:
-        """The serving generation, else the loading one, else the last one; None if none was ever loaded."""
+        """The serving generation, else the loading one, else the most recent one; None if none was ever loaded."""
         return self.serving or self.loading or self._last_generation
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that status reports show: the serving one, else the loading one, else the last one.
+        """The generation that status reports show: the serving one, else the loading one, else the most recent one.
 
         Raises:
             RuntimeError: the deployment has never loaded a generation.
@@ -207,7 +208,7 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def is_failing(self) -> bool:
-        """Whether the deployment has failed, and no generation has served since then."""
+        """Whether the deployment has failed and no generation has served since, even if it is loading again now."""
         return self._is_failing
 
     @property
@@ -271,7 +272,8 @@ def rollout_policy(config: ModelConfig) -> RolloutPolicy:
     """Return the configured policy for replacing one generation of the model by another."""
     return RolloutPolicy(
         ReplacementPolicy(config.policy),
-        # On the CPU, no new generation is needed: a process that cannot share the weights keeps its own copy.
+        # Fall back only on cards. On the CPU, no new generation is needed: a process that cannot share the weights
+        # keeps its own copy.
         should_fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
         buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,

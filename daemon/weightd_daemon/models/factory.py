@@ -142,7 +142,8 @@ class _SharedDeployments(NamedTuple):
 def _replaced_deployments(predecessor: ServedModel | None, config: ModelConfig) -> DeploymentSet | None:
     """Return the deployments of the replaced model that may be drained to free memory for the new model.
 
-    Only a rank group that replaces a rank group drains the old one, because both may not fit on the same cards.
+    Only a rank group is drained for another rank group, because the cards might not have enough memory for both. With
+    the policy `overlap`, no deployment is drained.
     """
     if predecessor is None or predecessor.config.ranks is None or config.ranks is None:
         return None

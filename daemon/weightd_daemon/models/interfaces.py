@@ -48,7 +48,7 @@ class SnapshotTaker(Protocol):
 
 
 class GenerationStore(Protocol):
-    """The files of generations, for example their page stores."""
+    """Manages the files of generations, for example their page stores."""
 
     @property
     def fingerprints(self) -> Mapping[str, object]:
@@ -167,7 +167,7 @@ class DeployedModel(Protocol):
         raise NotImplementedError
 
     def wake(self) -> None:
-        """Schedule `tick` at once: resources were released, and a generation of the model waits for resources."""
+        """Schedule `tick` at once, because resources were released for which a generation of the model waits."""
 
     def on_reconciled(self, now: float) -> None:
         """React to the new state of the deployments: dispatch queued requests, or fail them if no device can serve."""

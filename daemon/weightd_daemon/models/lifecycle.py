@@ -43,7 +43,7 @@ _RETRY_AFTER_S = 1.0
 _BY_OPERATOR = "requested by an operator"
 
 OnDone = Callable[[RequestError | None], object]
-"""Called at the end of an operation, with its error or None."""
+"""Function that is called at the end of a load or an unload: with the error, or with None after success."""
 
 
 class LifecycleLimits(NamedTuple):
@@ -80,7 +80,7 @@ class ModelLifecycle:
 
     Args:
         configured: the configured limits.
-        find_model: returns the model with a name; None if there is no such model.
+        find_model: called with a name; returns the model of this name, or None if there is no such model.
         devices: the devices of all models, by name.
         charge: called with a tenant, a model and the byte-seconds of memory to charge to the tenant.
         measure: returns the measured memory of a model in bytes, or None until the measurement is complete; the first
@@ -111,10 +111,10 @@ class ModelLifecycle:
         self.reservations = self.table.reservations
         self.timer = Timer(self.tick)
         self._pending_unloads: dict[str, _PendingUnload] = {}
-        # The error for the requests to each model that exceeds the budgets of all tenants that wait for it.
+        # For each model that exceeds the budget of every waiting tenant: the error for its requests.
         self._refused: dict[str, RequestError] = {}
         self._load_waiters: dict[str, list[OnDone]] = {}
-        # While `max_loading` models load, the files of one further model are read in advance.
+        # One more than `max_loading`: while that many models load, the files of the next one are read.
         self._queue = LoadQueue(configured.max_loading + 1)
         # The memory in bytes that each model needed at the last attempt to load it.
         self._known_bytes: dict[str, int] = {}
@@ -147,7 +147,7 @@ class ModelLifecycle:
             return
         self._check_load(model, tenant)
         self._queue.put(name, tenant)
-        # The request is not in the model's queue yet, so the model would look unwanted without `just_wanted`.
+        # Without `just_wanted`, the model would look unwanted: the request is not in its queue yet.
         self._start_queued(just_wanted=name)
 
     def load(self, model: ServedModel, tenant: str, on_done: OnDone, reason: str = _BY_OPERATOR) -> None:
@@ -197,7 +197,7 @@ class ModelLifecycle:
     def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
         """Reserve memory for a generation, and return whether the generation may start its processes.
 
-        If too little memory is free, the request is recorded, and the caller calls this method again later.
+        If too little is free, the generation waits for memory, and the caller calls this method again later.
         """
         there = self.reservations.get(label)
         if there is not None:
@@ -300,8 +300,8 @@ class ModelLifecycle:
         capacities = {HOST: configured.max_model_bytes} if configured.max_model_bytes else {}
         for device in self._devices.values():
             if not is_cpu(device.name) and device.capacity_bytes is not None:
-                # Models that load at the start reserve memory of a card only in its `DeviceBudget`, so their memory is
-                # subtracted here.
+                # Models that load at the start reserve memory only in the card's `DeviceBudget`, not in `reservations`.
+                # Subtract it here: the rest is for the other models.
                 others = sum(
                     each.total_bytes
                     for label, each in device.reserved.items()
@@ -319,7 +319,7 @@ class ModelLifecycle:
     def _need(self, label: str, request: ResourceRequest, device: str) -> MemoryNeed:
         model = _model_of(label)
         if not is_cpu(device):
-            # For models that load at the start, only the limits of the card itself apply (`DeviceBudget`).
+            # Models that load at the start need nothing here: only the card's `DeviceBudget` limits them.
             if self._residence(model).is_pinned:
                 return {}
             capacity = self.reservations.budgets.capacities.get(device)
@@ -383,7 +383,7 @@ class ModelLifecycle:
             self._begin_load(model, tenant, f"requested by tenant {tenant}")
 
     def _cancel_unwanted(self, now: float) -> None:
-        """Unload models that wait for memory but are not needed any more, or that exceed every tenant's budget."""
+        """Unload waiting models that no request needs any more, and models that exceed each waiting tenant's budget."""
         for each in list(self.reservations):
             model = self._find_model(each.model) if each.is_waiting else None
             if (
@@ -404,11 +404,11 @@ class ModelLifecycle:
                 model.loading.unload(now)
 
     def _is_charged(self, name: str) -> bool:
-        """Return whether a tenant is charged for the model already, and will be charged for new generations, too."""
+        """Return whether a tenant is charged for a generation of the model, and so also for its new generations."""
         return any(each.model == name and each.is_reserved for each in self.reservations)
 
     def _find_owner(self, name: str) -> bool:
-        """Charge a model to a tenant that waits for it; return False, and let `tick` fail its requests, if none can."""
+        """Charge a model to a waiting tenant whose budget can hold it; return whether there is such a tenant."""
         model = self._find_model(name)
         if model is None:
             return True

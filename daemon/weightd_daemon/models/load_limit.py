@@ -47,7 +47,7 @@ class LoadLimiter:
         self._generations: list[_LimitedGeneration] = []
 
     def add(self, generation: GenerationView, model_bytes: Callable[[], int], build_factor: float) -> None:
-        """Limit the workers of a generation from now on, and consider its builds in the limits of other generations.
+        """Limit the workers of a generation from now on, and count its builds when other generations are limited.
 
         Args:
             generation: a generation on the CPU.
@@ -72,7 +72,7 @@ class LoadLimiter:
             if each is not limited and each.building_count
         ]
         cores_left = self._usable_cores() - sum(count for count, _ in other_builds)
-        # The limit includes the workers of this generation that are attaching now. The memory that they have allocated
-        # is missing from the free memory, so the limit may again be too low, but never too high.
+        # The limit counts the workers of this generation that are already attaching. The memory that they have
+        # allocated is no longer free, so the limit may be too low, but never too high.
         bytes_left = self._free_bytes() - sum(count * need for count, need in other_builds)
         return max(1, min(cores_left, bytes_left // limited.build_bytes()))

@@ -1,8 +1,8 @@
 """Estimates the progress of a loading generation from the copied bytes and from the duration of the last load.
 
-The estimates do no I/O and receive the clock in monotonic seconds. A load has three phases: the copy of the model's
-files, the wait for memory on the device, whose duration is unknown, and the start of the processes until the first one
-serves.
+The estimates do no I/O and receive the current time in monotonic seconds. A load has three phases: the copy of the
+model's files, the wait for memory on the device, whose duration is unknown, and the start of the processes until the
+first one serves.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ class LoadEstimate:
         return LoadProgress(self._reported_fraction, left if is_known else None, fraction_copied)
 
     def _copy_time_s(self, now: float) -> float | None:
-        """Return the seconds of the whole copy, measured or, while it runs, estimated; None if unknown."""
+        """Return the seconds of the whole copy: estimated while it runs, measured afterwards; None if unknown."""
         if self._copy_s is not None:
-            # If the files were linked or existed already, this duration is near 0.
+            # Near 0 if the files were linked or existed already, so that nothing was copied.
             return self._copy_s
         elapsed_s = now - self._started_at
         if self._copied_bytes and elapsed_s > _MIN_COPY_S:

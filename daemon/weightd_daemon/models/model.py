@@ -123,7 +123,7 @@ class ServedModel:
         Args:
             client: the client that requested the update.
             request_id: the id of the client's request.
-            now: the clock.
+            now: the time in monotonic seconds.
             path: the path of the new model file; "" for the path of the current source.
             weights: the path of a file of arrays that replace weights of the model; "" for the weights in the model
                 file.
@@ -196,10 +196,10 @@ class ServedModel:
         """Accept no more requests and shut down.
 
         Args:
-            now: the clock.
+            now: the time in monotonic seconds.
             timeout_s: the seconds that running batches may still take.
-            is_replaced: whether another model of the same name takes over the queued requests, including requests that
-                a later exit of a worker returns to the queue. Otherwise queued requests fail.
+            is_replaced: whether another model of the same name takes over the queued requests; otherwise they fail. If
+                a worker exits later, its requests return to the queue and are taken over, too.
         """
         self.loading.close(is_replaced=is_replaced)
         if not is_replaced:
@@ -228,7 +228,7 @@ class ServedModel:
     # --- called by the deployments ------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Schedule `tick` at once: resources were released, and a generation of the model waits for resources."""
+        """Schedule `tick` at once, because resources were released for which a generation of the model waits."""
         self.timer.set_no_later_than(0.0)
 
     def on_reconciled(self, now: float) -> None:
@@ -279,7 +279,7 @@ class ServedModel:
     def _set_timer(self, now: float) -> None:
         """Schedule `tick` for the next event that is planned now.
 
-        Code that later plans an earlier event sets the timer to the time of that event.
+        Code that plans an earlier event after this call must set the timer itself.
         """
         self.workers.observe(now)
         retry_at = self.loading.backoff.due_at if self.loading.may_retry else NEVER

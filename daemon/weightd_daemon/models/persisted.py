@@ -32,7 +32,7 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class GrantRecord:
-    """The persisted form of a `Grant`, with the same fields."""
+    """The persisted form of a `Grant` (a client's file permissions), with the same fields."""
 
     uid: int | None = field(default=None, metadata=_COUNT)
     gids: tuple[int, ...] = field(default=(), metadata=list_of(_COUNT, 1024))

@@ -1,8 +1,8 @@
 """The memory and the processes of devices, which a generation reserves before its first process starts.
 
 The reserved sizes are estimates from the size of the model's file and the measured memory of earlier processes, so a
-load may still fail on the card. With the estimates, the daemon can reject a generation that can never fit at once, and
-name the sizes in the error.
+load may still fail on the card. But the estimates show which generations can never fit: the daemon rejects them before
+it loads anything, and names the sizes in the error.
 
 The ranks of a group communicate through a library of the cards' vendor, which uses one port on each card. Two rank
 groups on the same cards need different ports, so each group gets a port that is free on all its cards.
@@ -104,7 +104,7 @@ class Placement(Protocol):
         """Record the free memory of a rank's card, as a process has reported it after loading."""
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes that a generation has reserved for each process, besides the weights, to a measured value."""
+        """Raise what a generation reserves for each process besides the weights to `process_bytes`, if this is more."""
 
     def release(self, label: str) -> None:
         """Release the resources of a generation."""
@@ -189,7 +189,7 @@ class DeviceBudget:
         self.free_bytes = free_bytes
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes that a generation has reserved for each process, besides the weights, to a measured value."""
+        """Raise what a generation reserves for each process besides the weights to `process_bytes`, if this is more."""
         request = self.reserved.get(label)
         if request is not None and process_bytes > request.process_bytes:
             self.reserved[label] = replace(request, process_bytes=process_bytes)
@@ -261,7 +261,7 @@ class CardGroup:
         return {label for device in self._devices for label in device.waiting}
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Reserve a port, and the resources of each rank on its card, for a generation; return "", or why not."""
+        """Reserve a port and each rank's resources on its card; return "", or why that is impossible."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.restore(label, request, port=self._free_ports(())[0])
@@ -308,7 +308,7 @@ class CardGroup:
         self._devices[rank].set_free_bytes(free_bytes, rank)
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """Raise the bytes that a generation has reserved for each rank, besides its slice, to a measured value."""
+        """Raise what a generation reserves for each rank besides its slice to `process_bytes`, if this is more."""
         for device in self._devices:
             device.set_process_bytes(label, process_bytes)
 

@@ -113,8 +113,8 @@ class ProcessEvents:
                 or generation.label in self._storage.fingerprints
             ) and not self._can_trust_answers(generation):
                 self.verify_store(generation, now)
-            # Only a rank of a divided model may send `PredictDone`. The generation ends any other process that sends
-            # it.
+            # Only a rank of a divided model may send `PredictDone`. Any other `PredictDone` is passed to the
+            # generation, which ends the process that has sent it.
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
             case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():
@@ -122,7 +122,7 @@ class ProcessEvents:
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
-                pass  # only the fork coordinator needs this message
+                pass  # `ForkCoordinator`, which has requested the fork, handles this message
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
 
@@ -155,7 +155,7 @@ class ProcessEvents:
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
-        """Pass a child's message about itself to its generation; update watchdog, batching and free memory."""
+        """Pass a message about the child's own state to its generation; update watchdog, batching and free memory."""
         match generation, message:
             case Generation(), BatchMismatch(note, numbers):
                 names = self._use.dispatchers[0].principal_names
@@ -294,5 +294,5 @@ class ProcessEvents:
 
 
 def _is_lockstep(generation: GenerationBase) -> bool:
-    """Return whether the model is divided among ranks, which all run each predict and report its end."""
+    """Return whether the model is divided among ranks, so that every rank runs each predict and reports its end."""
     return generation.spec.rank_group is not None and generation.spec.rank_group.is_sliced

@@ -1,4 +1,4 @@
-"""The connection between processes and models: which source the processes load, and which dispatchers use them.
+"""Which models the processes of a deployment set serve: the source to load, and the dispatchers that use the processes.
 
 The module also keeps the rendezvous of each rank group: the address at which its ranks find each other.
 """
@@ -190,8 +190,8 @@ class OneModelUse(ProcessUse):
         """Stop dispatching requests to a worker, or to the ranks of a group."""
         self._dispatcher.processes.remove(name)
         if not generation.attach_control.is_valid:
-            # The weights are invalid, so the slot will not answer its batch. The batch runs again elsewhere and is not
-            # blamed.
+            # The weights are invalid, so the slot will not answer its batch. The batch runs again on another slot, and
+            # its requests are not blamed for the failure.
             self._dispatcher.processes.release(name)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:

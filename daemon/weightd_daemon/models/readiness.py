@@ -46,7 +46,7 @@ MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase]
     (
         ModelPhase.CLOSED,
         ModelPhaseEvent.REPLACE,
-    ): ModelPhase.CLOSED,  # the daemon was stopping when the new model took over: no requests wait
+    ): ModelPhase.CLOSED,  # the daemon was shutting down when the new model took over, so no requests wait
     **{(phase, ModelPhaseEvent.CLOSE): ModelPhase.CLOSED for phase in ModelPhase},
 }
 
@@ -161,7 +161,7 @@ class Readiness:
 
     @property
     def built(self) -> Built | None:
-        """The model's description, with its signature, as an active generation has reported it; None before."""
+        """The model's description, with its signature, as an active generation has reported it; None if none has."""
         active = (each for deployment in self._deployments for each in deployment.generations if each.state in ACTIVE)
         return next((built for each in active if (built := each.built_model(self.index)) is not None), None)
 
@@ -195,7 +195,7 @@ class Readiness:
             return DeadlineExceeded(f"{self._name} was not loaded within the deadline{progress}")
         generation = self.main_generation
         if serving and not generation.cause:
-            return error  # a worker has exited, and its replacement is starting
+            return error  # the model has served; its worker has exited and is being replaced
         cause = generation.cause or self._deployments[0].cause or "not ready yet"
         return Unavailable(f"{self._name} has no worker: {generation.progress}, {cause}")
 

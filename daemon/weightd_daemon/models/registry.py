@@ -3,8 +3,8 @@
 If the configuration of a model changes, a new model is loaded beside the old one and takes over once it serves. If the
 new model cannot be loaded, the old one stays. If only the batching or splitting of requests changes, nothing is loaded.
 
-Two rank groups may not fit on the same cards at once. Then the old model is drained first, and its requests wait for
-the new one. If the new model cannot be loaded, the old one is loaded again.
+If two rank groups do not fit on the same cards together, the old model is drained first, and its requests wait for the
+new model. If the new model cannot be loaded, the old one is loaded again.
 
 A model that the new configuration removes accepts no more requests and completes the accepted ones.
 """
@@ -60,7 +60,7 @@ class ModelRegistry:
 
     Attributes:
         models: the models that accept requests, by name.
-        is_closed: whether the daemon is stopping and accepts no more requests.
+        is_closed: whether the daemon is shutting down and accepts no more requests.
         changing: the models that are being replaced by a successor, and the replaced or removed models that are
             shutting down. While the list is empty, `reconcile` does nothing.
     """
@@ -236,7 +236,8 @@ class ModelRegistry:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
             if model.dispatcher.queued_by_tenant:
-                # A worker of the old model has exited, and its requests have returned to the old model's queue.
+                # A worker of the old model has exited, and its requests have returned to the old model's queue. The new
+                # model takes them over.
                 replacement.adopt_requests(model, now)
         elif model.dispatcher.is_idle and not model.is_draining:
             model.drain(now)

@@ -70,7 +70,7 @@ class Rollouts:
         return self._current is not None
 
     def check_alone(self) -> None:
-        """Reject an update of a model that shares its process, which would replace all models of the group.
+        """Reject an update if the model shares its process, because the update would replace all models of the group.
 
         Raises:
             FailedPrecondition: the model belongs to a group.
@@ -172,7 +172,7 @@ class Rollouts:
         )
 
     def _check_file(self, path: str) -> None:
-        """Check that the path of a model file has the engine's suffix, and for ranks a placeholder.
+        """Check that a model file's path has the engine's suffix and, for a rank group, a placeholder for the rank.
 
         The suffix determines which other files belong to a model, so the engine must not get a file with another
         suffix.

@@ -146,8 +146,8 @@ class SharedProcess(ProcessUse):
             for dispatcher in self.dispatchers:
                 dispatcher.processes.remove(process)
                 if not generation.attach_control.is_valid:
-                    # The weights are invalid, so the process will not answer its batch. The batch runs again elsewhere
-                    # and is not blamed.
+                    # The weights are invalid, so the process will not answer its batch. The batch runs again on another
+                    # slot, and its requests are not blamed for the failure.
                     dispatcher.processes.release(process)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
@@ -161,7 +161,7 @@ class SharedProcess(ProcessUse):
         self._schedulers.pop(generation.label, None)
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """Ignore the self-test, because each model of a group has a configured one with its known answer."""
+        """Ignore the self-test, because each model of a group has a configured self-test with a known answer."""
 
     def update_batching(self, generation: GenerationBase) -> None:
         """Do nothing, because a shared process does not batch requests."""

@@ -1,6 +1,6 @@
 """Progress of loading generations, sampled after each change of a generation and for each status request.
 
-Generations do not report their progress themselves.
+The progress is sampled, because generations do not report it.
 """
 
 from __future__ import annotations

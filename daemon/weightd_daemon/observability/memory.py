@@ -218,7 +218,7 @@ class MemoryMeter:
         self._is_measuring = False
 
     def poll(self, model: str) -> int | None:
-        """Return the PSS of a model's processes in bytes; until it is measured, measure it and return None."""
+        """Return the PSS of a model's processes in bytes; until it is known, return None and have it measured."""
         if self._is_measuring:
             return None
         if self._model == model and self._pss_bytes is not None:

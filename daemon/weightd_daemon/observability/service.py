@@ -30,8 +30,8 @@ MAX_PENDING = 16
 # Fraction of the loop's time that the requests of one user may take.
 LOOP_SHARE = 0.1
 
-# Seconds of the loop's time that the requests of a user may take without a wait after a pause, so that occasional
-# requests are answered without delay.
+# Seconds of the loop's time that a user's requests may take at once after a pause, so that occasional requests are
+# answered without delay.
 BURST_S = 0.1
 
 
@@ -159,8 +159,8 @@ class Reports:
         self._get_time = get_time
         self._pending: list[_PendingReport] = []
         self._counts_by_user = Counter[str]()
-        # By user: the time at which the user's share (`LOOP_SHARE`) will have made up for the loop time of all steps so
-        # far.
+        # A step that takes s seconds uses up its user's share of the next s / `LOOP_SHARE` seconds. This is, by user,
+        # the time until which the share is used up.
         self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
@@ -209,7 +209,7 @@ class Reports:
             del self._counts_by_user[pending.requester.user]
 
     def _next_to_evict(self) -> _PendingReport:
-        """Return the request to reject: the newest of the client with the most requests, of the user with the most."""
+        """Return the request to reject: of the user with most requests, the newest of the client with most."""
         by_client = Counter(each.requester.client for each in self._pending)
         by_user = self._counts_by_user
         return max(

@@ -105,7 +105,8 @@ class SnapshotSources:
 
     Attributes:
         registry: the models.
-        version_sets: returns the models with several versions that a tenant can see; with None, all of them.
+        version_sets: returns the status of the models with several versions that a tenant can see; for None, of all
+            such models.
         supervisor: child processes, their files, and the fork servers.
         devices: the devices of all models, by name.
         load_monitor: the progress of models that are loading.
@@ -113,7 +114,7 @@ class SnapshotSources:
         tenants: the tenants.
         memory_budget: the budget for memory that is held for clients.
         proxies: the proxies of the ZeroMQ listeners.
-        shutdown: knows whether the daemon is stopping.
+        shutdown: knows whether the daemon is shutting down.
         lifecycle: knows how much memory is reserved for each model.
         config_note: returns why the configuration in force differs from the configuration file; "" if it does not.
         shims: the shim, as the only entry; empty if the daemon has no shim.

@@ -1,4 +1,4 @@
-"""Acceptor of connections on a listening socket, which pauses only this socket if descriptors or memory run out."""
+"""Acceptor of connections on a listening socket. If descriptors or memory run out, it pauses only this socket."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SLICE_S = 2e-4
 # connections takes little of the loop's time.
 _REFUSAL_BACKOFF_S = 1e-3
 
-# Seconds for which the listener pauses after the process has run out of descriptors or memory. Then it tries again.
+# Seconds for which the listener pauses after the process has run out of descriptors or memory. After the pause, it
+# accepts connections again.
 _EXHAUSTED_BACKOFF_S = 0.1
 
 # Minimum number of seconds between two log lines about exhausted descriptors or memory.
@@ -65,7 +66,7 @@ class Acceptor:
         loop.add_timer(self._resume_timer)
 
     def accept(self) -> None:
-        """Accept waiting connections, up to the limits for one wake-up of the loop; then pause if one was refused."""
+        """Accept waiting connections, up to the limits for one wake-up of the loop. If any was refused, then pause."""
         if self._accept_batch():
             self._loop.pause_reading(self._listener.fileno())
             self._resume_timer.set(event_loop.now() + _REFUSAL_BACKOFF_S)
@@ -86,7 +87,7 @@ class Acceptor:
                 break
             except OSError as error:
                 # These errors mean that descriptors or memory are exhausted. Any other error means that the connection
-                # has already ended, so the next one is accepted.
+                # has already ended, so continue with the next connection.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._back_off(error)
                     return False
@@ -113,7 +114,7 @@ def refuse_descriptors(listener: socket.socket) -> bool:
     """Have the kernel refuse descriptors on connections of a listener; return whether no client can send any.
 
     For a Unix socket this needs the socket option SO_PASSRIGHTS of Linux 6.16. A new connection inherits the option
-    from the listener. Descriptors cannot be sent over TCP.
+    from the listener. Over TCP, no client can send descriptors.
     """
     if listener.family != socket.AF_UNIX:
         return True

@@ -71,7 +71,7 @@ def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str)
     fields = {name: value for name, value in fields.items() if value}
     text = " ".join(f"{name}={json.dumps(value)}" for name, value in fields.items())
     journal = {f"AUDIT_{name.upper()}": value for name, value in fields.items()}
-    # The field MODEL also names the model in all other journal entries of the daemon.
+    # Add the field MODEL, in which all other journal entries of the daemon name their model, too.
     journal.update({"MODEL": entry.model} if entry.model else {})
     _log.log(level, "audit %s", text, extra=fields_extra(journal))
 

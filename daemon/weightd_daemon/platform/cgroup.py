@@ -18,8 +18,8 @@ from weightd_protocol.messages.status import MemoryLimit
 
 T = TypeVar("T")
 
-# A limit from this number of bytes on means "no limit": version 1 then reports the largest multiple of the page size.
-# No host has an exbibyte of memory.
+# Limits of at least this number of bytes mean "no limit": version 1 reports a missing limit as the largest multiple of
+# the page size. The number is an exbibyte, more memory than any host has.
 _NO_LIMIT = 2**60
 
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -148,7 +148,8 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Contr
     """Return the control group in which a controller limits the process; None if no mount shows the group.
 
     The paths in both files are relative to the root of the control group namespace. The root of a mount may be a group
-    below it (in a container without its own namespace) or a group outside of the namespace ("/..").
+    below the root of the namespace (in a container without its own namespace) or a group outside of the namespace
+    ("/..").
 
     Args:
         membership: the content of /proc/PID/cgroup.
@@ -215,8 +216,8 @@ def _with_memory_controller(directories: list[Path]) -> list[Path]:
 
 
 def _v2_memory(directories: list[Path]) -> MemoryLimit | None:
-    # The host's root group has no memory.current. Its other values, such as the pressure, are the host's and are not
-    # reported for the daemon.
+    # The host's root group has no memory.current. Return None for it, because its other values, such as the pressure,
+    # describe the whole host and not the daemon.
     usage = _read_value(directories[0] / "memory.current", _parse_number) if directories else None
     if usage is None:
         return None

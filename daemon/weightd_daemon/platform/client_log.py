@@ -53,7 +53,8 @@ class ClientLog:
             client: the user, host or tenant that has caused the event; "" if it is not known.
             text: a format string.
             args: the arguments of `text`.
-            kind: the kind of the event, by which lines are limited. Default: `text`.
+            kind: the kind of the event. Events of one kind and client are logged at most once in a period. Default:
+                `text`.
         """
         if not log.isEnabledFor(level):
             return

@@ -11,8 +11,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from weightd_common.rate_limits import TokenBuckets
 
-# Clients may use half of the process's descriptors, but at least this minimum and at most this maximum is reserved for
-# other uses: child processes, logs, page stores, and connections that a library accepts before the limits are applied.
+# Minimum and maximum number of descriptors that clients may not use. They are reserved for child processes, logs, page
+# stores, and connections that a library accepts before the limits are applied. Within these bounds, half of the
+# process's descriptors are reserved.
 _MIN_RESERVED_DESCRIPTORS = 256
 _MAX_RESERVED_DESCRIPTORS = 4096
 
@@ -22,13 +23,13 @@ fraction of the limit.
 """
 
 NO_TENANT = "users without a tenant"
-"""Name of the account, and of the user in it, to which all clients without a tenant count if tenants are configured."""
+"""If tenants are configured: name of the account of all clients without a tenant, and of its only user."""
 
 EVERYONE = "everyone"
-"""Name of the account to which all clients count if no tenants are configured."""
+"""If no tenants are configured: name of the account of all clients."""
 
-# Divisors of the maximum number of connections. All users without a tenant together may have a quarter of them. The
-# user with the most connections of its account loses one first only if it has more than a thirty-second of them.
+# Divisors of the maximum number of connections. All users without a tenant together may have a quarter of the maximum.
+# A user with more than a thirty-second of the maximum may be the first of its account to lose a connection.
 _NO_TENANT_DIVISOR = 4
 _GUARANTEED_DIVISOR = 32
 
@@ -59,7 +60,10 @@ G = TypeVar("G", bound=LimitedConnection)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of descriptors to the hard limit. The usual 1,024 only protects callers of select(2)."""
+    """Raise the soft limit of descriptors to the hard limit.
+
+    The usual soft limit of 1,024 only protects programs that call select(2), which cannot handle larger descriptors.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -162,8 +166,8 @@ class _Account(Generic[G]):
     def next_to_evict(self, guaranteed: int) -> G:
         """Return the connection to close.
 
-        It is a connection of the user with the most connections if this user has more than `guaranteed`. Otherwise it
-        may be a connection of any user.
+        If the user with the most connections has more than `guaranteed` connections, it is a connection of this user.
+        Otherwise it may be a connection of any user.
         """
         if self._max_count > guaranteed:
             return self.user_queues[next(iter(self._users_by_count[self._max_count]))].next_to_evict()
@@ -220,7 +224,7 @@ class ConnectionLimiter(Generic[G]):
 
         Args:
             max_connections: the maximum number of connections.
-            limit_name: the name of the setting behind this maximum, for the reason.
+            limit_name: the name of the setting that determines `max_connections`. Each reason names this setting.
         """
         evicted: list[Excess[G]] = []
         guaranteed = max(1, max_connections // _GUARANTEED_DIVISOR)
@@ -253,8 +257,8 @@ class ConnectionLimiter(Generic[G]):
     def _next_to_evict(self, guaranteed: int) -> G:
         """Return the connection to close, from the accounts with the most connections.
 
-        Of several such accounts, prefer a connection without a request in progress, then one that has never sent a
-        message, then the newest.
+        If several accounts have equally many connections, each of them proposes one. Of these connections, the method
+        prefers one without a request in progress, then one that has never sent a message, then the newest.
         """
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)

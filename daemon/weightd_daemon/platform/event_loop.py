@@ -25,8 +25,8 @@ TICK_S = 0.5
 """Maximum number of seconds between two readings of a `Clock`. A longer wait is divided into steps of this length."""
 
 _SLACK_S = 0.5
-"""If a `Clock` is read this many seconds later than expected, the process was suspended. A busy machine causes less
-delay."""
+"""If a `Clock` is read this many seconds later than expected, the process was suspended. Delays on a busy machine
+are shorter."""
 
 
 class Clock:
@@ -178,7 +178,7 @@ class Timers:
         self.heap: Heap = []
 
     def add(self, timer: Timer) -> None:
-        """Add a timer. If its time has been set before, it stays set."""
+        """Add a timer, with the time that was set before, if any."""
         timer.attach(self.heap)
 
     def run_due(self, now: float) -> None:
@@ -196,15 +196,16 @@ _MAX_WAIT_S = 3600.0
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
-# Replaces the event mask in `EventLoop._ready` of a descriptor that was removed in the current turn. No real mask has
-# this value. Its EPOLLOUT bit leads to `_on_writable`, which ignores the descriptor.
+# Value in `EventLoop._ready` that replaces the event mask of a descriptor that was removed in the current turn. No real
+# mask has this value. It contains EPOLLOUT, so the loop calls `_on_writable`, which ignores the removed descriptor.
 _REMOVED = _OUT | 1 << 40
 
 # Event mask of a descriptor that is watched for neither reading nor writing. Edge-triggered, epoll reports the peer's
 # hangup once. Level-triggered, epoll would report the hangup in each turn until the descriptor is closed.
 _HANGUP_ONLY = select.EPOLLET
 
-# The events for which the reader is called: all except EPOLLOUT. Its next read reports hangups and errors.
+# The events for which the reader is called: all except EPOLLOUT. They include hangups and errors, because the reader's
+# next read reports these.
 _READABLE = ~_OUT
 
 
@@ -296,7 +297,7 @@ class EventLoop:
         self._soon_handlers[handler] = None
 
     def on_turn_end(self, handler: Callable[[], object] | None) -> None:
-        """Call `handler` at the end of each turn. It replaces the previous handler; None removes it."""
+        """Call `handler` at the end of each turn, instead of the previous handler; with None, call no handler."""
         self._on_turn_end = handler
 
     def on_suspended(self, handler: Callable[[float], object]) -> None:
@@ -356,7 +357,7 @@ class EventLoop:
                 return ready
             if seconds <= 0.0 or clock.stopped_s != self._stopped_s:
                 # If the timeout ended while the process was suspended, the call above has returned nothing, even if a
-                # descriptor is ready.
+                # descriptor is ready. So poll once more.
                 return epoll.poll(0.0)
 
     def _call_ready(self, ready: list[tuple[int, int]]) -> None:

@@ -25,7 +25,7 @@ _CRASH_SIGNALS = frozenset(
 
 
 class ExitInitiator(enum.Enum):
-    """Outside cause of a child's end, if known: weightd, the exit of the shim, or the kernel. The value is its text."""
+    """External cause of a child's end; UNKNOWN if no such cause is known. The value describes the cause in words."""
 
     UNKNOWN = ""
     DAEMON = "sent by weightd"
@@ -34,7 +34,7 @@ class ExitInitiator(enum.Enum):
 
 
 class MissingFile(enum.Enum):
-    """File of the daemon that is needed to start a child and does not exist."""
+    """File that a child needs for its start and that is missing in the daemon's directories."""
 
     NONE = "nothing"
     SNAPSHOT = "snapshot"  # the daemon's copy of the model's files

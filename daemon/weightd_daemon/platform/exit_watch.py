@@ -43,9 +43,9 @@ def unavailable_reason() -> str:
 def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has exited.
 
-    A pidfd always refers to the same process. Without pidfds, the pid is used. It refers to the same process until the
-    process's parent reaps it. The parent is this process or the shim, and the kernel kills the children of a shim that
-    exits.
+    A pidfd always refers to the same process. If the system has no pidfds, this function uses the pid, which no other
+    process can get until the process's parent has reaped the process. The parent is this process or the shim. If the
+    shim exits, the kernel kills its children.
 
     Args:
         descriptor: the process's descriptor from `watch_exit`.
@@ -57,7 +57,7 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     except ProcessLookupError:
         pass
     except (AttributeError, OSError):
-        # The descriptor is a pipe, or a seccomp profile refuses the system call.
+        # The descriptor is a pipe, or a seccomp profile refuses the system call. So send the signal to the pid.
         if not has_exited(descriptor):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)

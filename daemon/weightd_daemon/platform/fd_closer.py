@@ -40,7 +40,7 @@ _CHUNK_BYTES = 64 * 1024
 
 _WARNING_INTERVAL_S = 60.0
 
-# The signal that interrupts a thread. A process that has no handler for it ignores it.
+# The signal that interrupts a thread. A process that has no handler for this signal ignores it.
 INTERRUPT = signal.SIGURG
 
 
@@ -53,15 +53,15 @@ class DescriptorCloser:
 
     The pool has at most 32 threads. The descriptors of further users wait until a thread has closed all descriptors of
     its user. If too many descriptors of a user wait, the pool sends the signal `INTERRUPT` to the user's thread,
-    provided that the process has a handler for the signal. It interrupts the close of a socket with SO_LINGER, but not
-    the close of a file.
+    provided that the process has a handler for the signal. The signal interrupts the close of a socket with SO_LINGER,
+    but not the close of a file.
 
     Args:
         report: called with a text for the log when no thread can be started.
 
     Attributes:
-        pending: by user, the descriptors that are not closed yet. While it is empty, `is_backlogged` is False for all
-            users.
+        pending: by user, the descriptors that are not closed yet. While `pending` is empty, `is_backlogged` returns
+            False for all users.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
@@ -82,7 +82,7 @@ class DescriptorCloser:
         waiting = self.pending.get(user)
         if waiting is None or len(waiting) < MAX_PENDING:
             return False
-        # If no thread could be started for this user before, try again: nothing else would.
+        # If no thread could be started for this user before, try again now: no other code does.
         self._assign_thread(user)
         self._interrupt(user)
         return True
@@ -124,7 +124,8 @@ class DescriptorCloser:
         try:
             threading.Thread(target=self._run_thread, args=(user,), name="closing", daemon=True).start()
         except RuntimeError as error:
-            # The user's descriptors wait until this method is called again or a thread becomes free.
+            # No thread can be started. The user's descriptors wait until this method is called again or another thread
+            # becomes free.
             with self._lock:
                 self._thread_count -= 1
                 del self._active_threads[user]

@@ -1,4 +1,4 @@
-"""Listening sockets: addresses of sockets from the service manager, and creation and removal of the daemon's own."""
+"""Listening sockets: addresses of sockets from the service manager; creation and removal of all other sockets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
 
 @contextlib.contextmanager
 def reserve_socket_path(path: Path) -> Generator[None, None, None]:
-    """Reserve a path for a socket within the block; remove a stale socket file before it and the new one after it.
+    """Reserve a path for a socket. Remove a stale socket file before the block, and the new file after the block.
 
     Raises:
         PathInUse: another program listens at the path, or the path is not a socket.
@@ -108,8 +108,8 @@ def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.so
         PathInUse: the path cannot be bound.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # With the umask, the socket has its permissions from its creation on. After a chmod, another user could already
-    # have connected.
+    # The umask gives the socket its permissions at its creation. If a chmod set them later, another user could connect
+    # before the chmod.
     old_umask = os.umask(umask)
     try:
         listener.bind(str(path))

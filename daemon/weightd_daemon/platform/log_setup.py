@@ -165,7 +165,7 @@ def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log an uncaught exception, which Python would otherwise print on stderr, without a priority for the journal."""
+    """Log an uncaught exception. Python itself would print it on stderr without a priority for the journal."""
     _log.critical("weightd failed", exc_info=(kind, error, trace))
 
 

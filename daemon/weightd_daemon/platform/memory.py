@@ -39,7 +39,7 @@ def read_process_memory(pid: int) -> ProcessMemory | None:
 
 
 def host_memory_bytes() -> int:
-    """Return the memory that this process can use at most: the host's memory, or the limit of its control group."""
+    """Return the maximum memory of this process in bytes: the host's memory, or a lower limit of the control group."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     group = cgroup.memory()
     limits = [] if group is None else [each for each in (group.limit_bytes, group.high_bytes) if each is not None]

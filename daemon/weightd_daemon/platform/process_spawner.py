@@ -27,7 +27,7 @@ from typing import NamedTuple
 _log = logging.getLogger("weightd")
 
 # Flag of unshare(2); system call number and flag of close_range(2), which replaces unshare(2) where a container engine
-# refuses it. The number is the same on all architectures.
+# refuses it. The system call number is the same on all architectures.
 _CLONE_FILES = 0x400
 _CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 2
 _MAX_DESCRIPTOR = 0xFFFFFFFF
@@ -110,7 +110,8 @@ class _Spawner:
                 self._results.put(error)
 
 
-# The spawner of this process, if it has been started. A forked process inherits this list, but not the thread.
+# The spawner of this process, if it has been started. A forked process inherits this list, but not the spawner thread,
+# so it starts its own spawner.
 _spawners: list[_Spawner] = []
 _start_lock = threading.Lock()
 

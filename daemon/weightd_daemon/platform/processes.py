@@ -90,14 +90,14 @@ def adopt(pid: int, log: Path) -> ChildProcess:
 
     Raises:
         OSError: the process is not a child of this process, or it cannot be watched for lack of descriptors. In the
-            second case it is killed.
+            second case, the process is killed.
     """
     # Check that the pid is an unreaped child. Only this process can reap it, so the pid is not reused meanwhile.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     try:
         pidfd = exit_watch.watch_exit(pid)
     except OSError:
-        # A child that cannot be watched must not run.
+        # Kill the child: the daemon would not notice its exit.
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         raise
@@ -126,7 +126,8 @@ def is_alive(process: ChildProcess) -> bool:
     else:
         # The process name, in parentheses, may contain any character, so the fields are counted from the last ")".
         is_exiting = bool(int(stat[stat.rindex(b")") + 2 :].split()[_FLAGS_FIELD]) & _PF_EXITING)
-    # Check the pidfd last: if the child has not exited now, the file that was read above was the child's.
+    # Check the pidfd last: only if the child has not exited now, the file that was read above was about the child, and
+    # not about a later process with the same pid.
     return not is_exiting and not exit_watch.has_exited(process.pidfd)
 
 

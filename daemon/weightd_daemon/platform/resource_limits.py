@@ -27,8 +27,8 @@ class ResourceShortage(enum.Enum):
     MEMORY = "memory"
 
 
-# Texts that show a shortage, in the order in which they are searched. HOST_FILES must come before FILES, because its
-# text contains the text of FILES.
+# Texts that show a shortage, in the order in which they are searched. HOST_FILES must come before FILES, because the
+# text of HOST_FILES contains the text of FILES.
 _PATTERNS = {
     ResourceShortage.TASKS: re.compile(
         r"can't start new thread"

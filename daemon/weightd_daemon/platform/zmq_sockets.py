@@ -23,7 +23,7 @@ def seed_routing_ids() -> None:
     """Make the routing ids of the next ROUTER socket unpredictable.
 
     libzmq 4.3.5 takes the first routing id from rand(), which it never seeds, and counts up from it. If a peer guesses
-    the next id and announces it as its own, libzmq aborts the process when it assigns this id.
+    the next id and announces this id as its own, libzmq aborts the process when libzmq assigns the id.
     """
     _libc.srand(int.from_bytes(os.urandom(4), "little"))
 
@@ -45,7 +45,7 @@ _UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?
 
 
 class ReceivedMessage(NamedTuple):
-    """A received message: the sender's routing id, all other frames, and the first frame, for `peer_pid`."""
+    """A received message: the sender's routing id, all further frames, and the first frame as `peer_pid` needs it."""
 
     peer: bytes
     frames: Sequence[Any]
@@ -64,8 +64,8 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
     # With this option, sending to a disconnected peer raises an error. Without it, libzmq would drop the message.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # With the umask, the socket has its permissions from its creation on. After a chmod, another user could already
-    # have connected.
+    # The umask gives the socket its permissions at its creation. If a chmod set them later, another user could connect
+    # before the chmod.
     old_umask = os.umask(PRIVATE_UMASK)
     try:
         socket.bind(address)
@@ -115,7 +115,8 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
     try:
         zmq_io.send(socket, [peer, *frames], zmq_io.NOBLOCK)
     except zmq.ZMQError as error:
-        # These errors mean that the peer is not connected, or that libzmq's send queue for it is full (1,000 messages).
+        # These errors mean that the peer is not connected, or that libzmq's send queue for the peer is full (1,000
+        # messages). In both cases, libzmq has not accepted the message.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
         return False

@@ -42,7 +42,8 @@ class DeviceProbe:
     def __init__(self, process_table: ProcessTable, devices: Mapping[str, DeviceMemoryInfo]) -> None:
         self._process_table = process_table
         self._devices = devices
-        # The names of the devices that were queried. A device is not queried again, even if the query has failed.
+        # The names of the devices that were queried. If the query of a device has failed, its name here prevents a
+        # second query.
         self._failed_devices: set[str] = set()
 
     def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
@@ -51,7 +52,8 @@ class DeviceProbe:
         Args:
             python: the interpreter in which the library of the cards is installed.
             names: the names of the devices; CPU devices are skipped.
-            log: the file to which the helper processes write their stderr, in the directory of a snapshot.
+            log: the file to which the helper processes write their stderr. Its directory is the directory of the
+                snapshot that will be loaded on the cards.
             on_done: called after the last query, or at once if no card has to be queried.
         """
         names = list(names)
@@ -63,7 +65,8 @@ class DeviceProbe:
         probe_next = functools.partial(self.probe, python, names, log, on_done)
         argv = [python, "-m", "weightd_worker.device_probe", "--device", device.name, "--parent", str(os.getpid())]
         try:
-            # `SnapshotService.remove_snapshot` kills the processes whose names begin with the name of the snapshot.
+            # The name of the helper process begins with the name of the snapshot, so that
+            # `SnapshotService.remove_snapshot` also kills this process.
             name = f"{log.parent.name}.{device.name}"
             run_oneshot(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
         except OSError as error:

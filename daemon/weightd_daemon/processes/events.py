@@ -1,4 +1,4 @@
-"""Interfaces that receive the events of child processes and of snapshots. `now` is in monotonic seconds."""
+"""Interfaces that receive the events of child processes and of snapshots. All times `now` are monotonic seconds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from weightd_protocol.messages.worker import ChildMessage
 
 @dataclass(frozen=True)
 class SliceSnapshot:
-    """The immutable copy of the slice that one rank loads. The other attributes have the same meaning as in `Snapshot`.
+    """The immutable copy of the slice that one rank loads.
 
     Attributes:
+        path: the path of the copied slice.
+        sha256: the digest of the slice.
+        nbytes: the size of all files of the slice together, in bytes.
+        identity: a text that changes when a file of the copy is written or replaced.
         group_info: the path of the copy of the rank's file of communication groups, or "".
     """
 
@@ -64,7 +68,7 @@ class ProcessEventHandler(Protocol):
         """Handle a message from a child. `frames` are the tensor frames that follow the message."""
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """Handle the exit of a child, or its failure to start. The child's messages have been handled before."""
+        """Handle the exit of a child, or its failure to start. All its messages have been handled before this call."""
 
 
 class SnapshotEventHandler(Protocol):

@@ -23,29 +23,29 @@ class SnapshotFiles:
 
     @property
     def model_dir(self) -> Path:
-        """The directory for the copy of the model file and of the files that it names. The snapshotter creates it."""
+        """The directory of the copied model file and of the copied files that it names. The snapshotter creates it."""
         return self.directory / "model"
 
     def slice_dir(self, rank: int) -> Path:
-        """Return the directory for the copy of one rank's slice. The snapshotter creates it."""
+        """Return the directory that the snapshotter creates for the copy of one rank's slice."""
         return self.directory / f"rank{rank}"
 
     @property
     def weights(self) -> Path:
-        """The path of the arrays that replace weights of the model. The file exists if it is configured."""
+        """The path of the copied arrays that replace weights of the model. It exists only if there are such arrays."""
         return self.directory / "weights.npz"
 
     @property
     def sample(self) -> Path:
-        """The path of the inputs of the self-test. The file exists if it is configured."""
+        """The path of the copied inputs of the self-test. It exists only if the model's `selftest` names a file."""
         return self.directory / "selftest.npz"
 
     def group_info(self, rank: int) -> Path:
-        """Return the path of one rank's file of communication groups. The file exists if it is configured."""
+        """Return the path of one rank's copied file of communication groups, if such a file is configured."""
         return self.directory / f"group_info{rank}"
 
     def rank_table(self, group: int) -> Path:
-        """Return the path of the rank table of one rank group. The file exists if it is configured."""
+        """Return the path of one rank group's copied rank table. It exists only if a rank table is configured."""
         return self.directory / f"rank_table{group}.json"
 
     @property
@@ -65,7 +65,7 @@ class SnapshotFiles:
             PathInUse: the directory cannot be created.
         """
         self.remove()
-        # The operator may have removed the whole cache directory.
+        # The parent directory may be missing, because an operator may have removed the whole cache directory.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
 
@@ -101,7 +101,7 @@ class GenerationFiles:
             PathInUse: the directory cannot be created.
             OSError: the rank table cannot be written.
         """
-        # The operator may have removed the whole cache directory.
+        # The parent directory may be missing, because an operator may have removed the whole cache directory.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
         if rank_table:
@@ -185,19 +185,19 @@ class GenerationStorage:
         return files
 
     def on_exported(self, generation: GenerationBase) -> None:
-        """Record the fingerprint of the page store, if the holder has written one."""
+        """Record the fingerprint of the page store, if the holder has written a page store."""
         files = self.files.get(generation.label)
         fingerprint = fingerprint_of(files.store) if files and generation.label not in self.fingerprints else None
         if fingerprint is not None:
             self.fingerprints[generation.label] = fingerprint
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return the size and modification time of the page store after the build, or None without a page store."""
+        """Return the size and modification time that the page store had after the build; None without a page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return SealRecord(*fingerprint.value) if fingerprint is not None else None
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store is unchanged since the build. True without a page store."""
+        """Return whether the page store is unchanged since the build; True if the generation has no page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return fingerprint is None or fingerprint.is_intact()
 

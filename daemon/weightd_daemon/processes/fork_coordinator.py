@@ -18,7 +18,8 @@ from weightd_protocol.messages.worker import Fork, Forked
 
 _log = logging.getLogger("weightd")
 
-# Seconds between two checks for overdue replies after a process was killed, until the exit is reported.
+# Seconds until the next check for overdue replies if this check has killed a process. The requests to this process stay
+# overdue until its exit is reported.
 _RECHECK_INTERVAL_S = 1.0
 
 _NEVER = float("inf")
@@ -45,7 +46,7 @@ class PendingForks:
 
     def __init__(self) -> None:
         self._pending: dict[str, ForkRequest] = {}
-        # For each cancelled request, by the name of the child: the name of the parent, which will still reply.
+        # The name of the process that will still reply to a cancelled request, by the name of the child.
         self._cancelled: dict[str, str] = {}
 
     def add(self, request: ForkRequest) -> None:
@@ -57,7 +58,7 @@ class PendingForks:
         return list(dict.fromkeys(each.parent for each in self._pending.values()))
 
     def is_awaited(self, parent: str) -> bool:
-        """Return whether a process has not replied to a request yet. Cancelled requests count, too."""
+        """Return whether a process still has to reply to a fork request, even to a cancelled one."""
         return parent in self._cancelled.values() or parent in self.parents()
 
     def complete(self, name: str, parent: str) -> ForkRequest | None:
@@ -82,7 +83,7 @@ class PendingForks:
         return request is not None
 
     def drop_parent(self, parent: str) -> list[ForkRequest]:
-        """Remove the requests to a process that has exited, and return them, except for cancelled requests."""
+        """Remove all requests to a process that has exited; return the requests that were not cancelled."""
         self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
         dropped = [each for each in self._pending.values() if each.parent == parent]
         for each in dropped:
@@ -104,7 +105,8 @@ class ForkCoordinator:
 
     Args:
         pending_forks: the fork requests without a reply.
-        launcher: adopts the forked children. A child and the process that forked it have the same parent process.
+        launcher: adopts the forked children. The parent of a forked child is not the process that forked it, but the
+            parent of that process: the daemon or the shim.
         loop: runs the timer for overdue replies.
         process_table: kills processes whose replies are overdue.
         send_order: sends an order to the process with this name.
@@ -167,7 +169,7 @@ class ForkCoordinator:
             wanted.on_failure(wanted.process_spec, f"{parent} exited before it forked this process")
 
     def check_overdue(self, now: float) -> None:
-        """Kill the processes whose replies are overdue. `on_parent_exit` then reports their requests as failed."""
+        """Kill the processes whose replies are overdue. At their exit, `on_parent_exit` reports the failed requests."""
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
             _log.warning("%s has not forked a process in time; killing it", parent)

@@ -1,7 +1,7 @@
 """Fork servers: processes that have imported an engine and fork children. There is one per interpreter and engine.
 
-A fork server runs as long as a configured model uses its interpreter and engine. A fork server that exits is restarted
-at once. After repeated early exits, it is restarted only when a delay has passed and the next child is to be started;
+A fork server runs as long as a configured model uses its interpreter and engine. If it exits, it is restarted at once.
+If it exits repeatedly soon after its start, it is restarted only after a delay, when the next child is to be started;
 until then, children are spawned.
 """
 
@@ -26,8 +26,8 @@ _log = logging.getLogger("weightd")
 # interpreter needs seconds to import an engine.
 START_TIMEOUT_S = 60.0
 
-# Seconds within which a process that has loaded its engine must reply to a fork request. The kernel may have to copy
-# many page tables.
+# Seconds within which a process that has loaded its engine must reply to a fork request. The kernel copies the page
+# tables of this process, which takes time if the process is large.
 FORK_TIMEOUT_S = 10.0
 
 ServerKey = tuple[str, str]
@@ -99,7 +99,10 @@ class ForkServers:
             self._start(self._servers.setdefault(kind, ForkServer(*kind)))
 
     def find(self, program: WorkerProgram) -> ForkServer | None:
-        """Return the fork server for a program, restarted if a restart is due; None if no configured model uses it."""
+        """Return the fork server for a program's interpreter and engine; None if no configured model uses them.
+
+        If the fork server has exited and a restart is due, it is restarted first.
+        """
         server = self._servers.get((program.python, program.engine))
         if server is not None and not server.name and server.restart_backoff.due_at <= event_loop.now():
             self._start(server)
@@ -132,7 +135,7 @@ class ForkServers:
             server.has_forked = True
 
     def on_exit(self, name: str, exit_cause: ExitCause) -> None:
-        """Handle the exit of a fork server. Restart it at once, unless its previous process also exited early."""
+        """Handle the exit of a fork server. Restart it at once, unless it repeatedly exits soon after its start."""
         server = self._find_by_name(name)
         if server is None:
             return

@@ -14,7 +14,7 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 
 class Launcher(Protocol):
-    """Starts processes, adopts forked processes, and knows the processes that an earlier daemon has started."""
+    """Starts processes, adopts forked processes, and lists the processes that an earlier daemon has started."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:
         """Start a child in a new session.
@@ -34,12 +34,12 @@ class Launcher(Protocol):
         """Kill the processes that were forked for an earlier daemon and that no daemon has adopted."""
 
     def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:
-        """Kill the processes that an exited child had forked but not reported. They are still in the child's session.
+        """Kill the processes that an exited child had forked but not reported. The child's session identifies them.
 
         Args:
             parent: the pid of the exited child, which has not been reaped yet.
-            known_pids: the pids of all adopted processes, which are not killed. Some may still be in the session of the
-                process that forked them.
+            known_pids: the pids of all adopted processes. They are not killed, although some may still be in the
+                session of the exited child, which has forked them.
 
         Raises:
             OSError: the processes cannot be found or killed.

@@ -92,7 +92,7 @@ class ChildMessenger:
         pending_forks: the fork requests without a reply.
         on_forked: called with the name of a process and its reply to `Fork`; raises RemoteProtocolError if the reply is
             invalid.
-        on_message_burst: called before several messages are handled that a child has sent at once.
+        on_message_burst: called before several messages from one child are handled in a row.
 
     Attributes:
         address: the address of the ZeroMQ socket, to which children connect.
@@ -137,7 +137,7 @@ class ChildMessenger:
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
 
     def missing_socket(self) -> str:
-        """Return the path of a socket that was removed, so that children cannot connect; "" if no socket is missing."""
+        """Return the path of a socket for children that another program has removed; "" if no socket is missing."""
         return next((str(path) for path in self._paths if not path.exists()), "")
 
     def set_channel_only(self, name: str, *, is_channel_only: bool = True) -> None:
@@ -163,7 +163,8 @@ class ChildMessenger:
         elif name in self._held_orders:
             self._held_orders[name].append(order)
         elif kind is Stop and self.channels.is_open_or_pending(name):
-            # Over the channel, the child receives Stop after all orders that were sent before.
+            # Send Stop over the channel, so that the child receives it after all orders that were sent over the channel
+            # before.
             self.channels.send(name, order, frames)
         else:
             send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
@@ -204,7 +205,8 @@ class ChildMessenger:
             if handler is not None:
                 message = self._parse_message(name, received)
                 if isinstance(message, Reconnected):
-                    # The child has connected its channel before it sent Reconnected, so accept the channel first.
+                    # The child has connected its channel before it sent Reconnected. Accept the channel before
+                    # Reconnected is handled.
                     self.channels.accept()
                 for order in self._held_orders.pop(name, ()):
                     self.send_order(name, order)
@@ -255,12 +257,13 @@ class WorkerChannels:
     Args:
         path: the path of the listening socket, accessible to the daemon's user only.
         loop: watches the channels and the listening socket.
-        name_of: returns the name of the child with this pid; None for any other process, whose connection is closed.
+        name_of: returns the name of the child with a pid; None if no child has this pid. The connection of such a
+            process is closed.
         handlers: the event handlers, by the name of the child. They receive the replies to inference requests.
         on_message: called with the name of a child and a message that is not a reply to an inference request.
         on_protocol_error: called with the name of a child and the error after the child has violated the protocol. The
-            channel of the child is closed before.
-        on_message_burst: called before several messages are handled that a child has sent at once.
+            channel of the child is closed before this call.
+        on_message_burst: called before several messages from one child are handled in a row.
     """
 
     def __init__(  # noqa: PLR0913
@@ -281,7 +284,8 @@ class WorkerChannels:
         self._on_message = on_message
         self._on_protocol_error = on_protocol_error
         self._on_message_burst = on_message_burst
-        # The channel of each child, by name; None after it was closed. The pidfd of the child reports its exit.
+        # The channel of each child, by the name of the child; None if the channel was closed and the child has not been
+        # reaped.
         self._channels: dict[str, Stream | None] = {}
         # Orders to children whose channels are not connected yet, by the name of the child.
         self._held_orders: dict[str, list[tuple[ChildOrder, Sequence[Any], Sequence[SharedRegion]]]] = {}
@@ -290,7 +294,8 @@ class WorkerChannels:
         self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
-        # Accept all pending channels at once: when a child sends Reconnected, its channel must be among them.
+        # One call of `accept` must accept all pending channels: after a child has sent Reconnected, its channel must be
+        # among the accepted ones.
         self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
@@ -318,7 +323,8 @@ class WorkerChannels:
                 if not channel.send([*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]):
                     self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
             except ConnectionError:
-                # The child has closed the channel. `_read` reads the messages that the child sent before.
+                # The child has closed the channel, so the order is lost. `_read` still reads the messages that the
+                # child sent before.
                 return
         elif name not in self._channels:
             self._held_orders.setdefault(name, []).append((order, frames, regions))
@@ -384,8 +390,8 @@ class WorkerChannels:
             try:
                 channel.send(encode(MapRegion(memory.number)), (memory.fileno(),))
             except OSError:
-                # No free descriptor is left. The worker reports the region as unknown, and the next request maps the
-                # region again.
+                # No free descriptor is left to send the region. The worker rejects this request, because it does not
+                # know the region. The next request with this region sends the region again.
                 worker_regions.remove(memory.number)
 
     def _close(self, name: str) -> None:

@@ -78,8 +78,8 @@ def _count_oom_kills() -> int:
     return limit.oom_kills or 0 if limit is not None else 0
 
 
-# Maximum size of a helper's result: longer than any result, and at most the capacity of a pipe, so that a helper never
-# blocks when it writes.
+# Maximum size of a helper's result in bytes. Every result is shorter. The capacity of a pipe is at least this size, so
+# that a helper never blocks when it writes its result.
 _MAX_RESULT_BYTES = 65536
 
 OneshotResult = Mapping[str, Any]
@@ -124,7 +124,8 @@ def _on_exit(
 ) -> None:
     exit_cause = process_table.reap(name)
     result: OneshotResult = {}
-    # BlockingIOError: the pipe is empty, but a process that the helper left behind still holds its writing end.
+    # The read raises BlockingIOError if the helper has written no result, and a process that the helper has started
+    # still holds the writing end of the pipe.
     with contextlib.suppress(BlockingIOError):
         result = _parse_result(os.read(reader, _MAX_RESULT_BYTES))
     os.close(reader)

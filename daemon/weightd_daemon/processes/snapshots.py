@@ -50,7 +50,7 @@ class _PendingSnapshot(NamedTuple):
     expected_sha256: str
 
     def write_audit(self, result: str, detail: str = "", sha256: str = "") -> None:
-        """Write an audit entry for a load. A failed update by a client is skipped: the update has its own entry."""
+        """Write an audit entry for a load. Write none for a client's failed update, which has its own entry."""
         source = self.source
         uid = source.weights_grant.uid if source.weights and source.grant.uid is None else source.grant.uid
         if uid is not None and result != audit.OK:
@@ -67,7 +67,7 @@ class SnapshotService:
         directory: the parent directory of all snapshots.
         process_table: starts and watches the helper processes.
         device_probe: queries the free memory of a model's cards.
-        defer: calls a function with the time, soon but only after the present call has returned.
+        defer: has the event loop call a function with the current time after the caller has returned.
     """
 
     def __init__(

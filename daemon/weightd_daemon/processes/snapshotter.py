@@ -122,9 +122,9 @@ _BLOCK_BYTES = 1024 * 1024
 _BLOCKS = 3
 
 
-# Nanoseconds since the last change of a model file after which the file counts as settled. A later change in the same
-# tick of the clock would not be seen in the times of the file. A recently written file may also not be on the disk yet,
-# and to wait for the disk could take as long as a copy.
+# A model file counts as settled if its last change is more than this number of nanoseconds ago. Before that, a second
+# change in the same tick of the file system's clock might leave the times of the file as they are. And a recently
+# written file may not be on the disk yet; to wait for the disk could take as long as a copy.
 _SETTLED_NS = 60 * 10**9
 
 # The file system types of tmpfs and ramfs. `f_type` is the first word of struct statfs, which has 120 bytes.
@@ -234,11 +234,12 @@ def take_snapshot(
 ) -> SnapshotResult:
     """Copy the files of a model into `directory`, read-only. Each file is read once.
 
-    If the original files and the files of the snapshot `previous` are unchanged since that snapshot, hard links to the
-    files of `previous` replace the copy.
+    If the original files and the files of the snapshot `previous` are unchanged since that snapshot, this function
+    creates hard links to the files of `previous` instead of copies.
 
     Raises:
-        ModelChanged: the model is unchanged since `previous`, whose digest is not `expected_sha256`.
+        ModelChanged: the digest of the model is known without copying, because the model is unchanged since `previous`,
+            and the digest is not `expected_sha256`.
         ModelFileError: the model is invalid or changes during the copy.
         OSError: the copy cannot be written.
     """
@@ -303,7 +304,8 @@ def _link_files(previous: SnapshotResult, copy: Path) -> bool:
             target.hardlink_to(file.path)
             linked.append(target)
     except (ModelFileError, OSError):
-        # The earlier snapshot is being removed, or the file system has no hard links.
+        # The earlier snapshot is being removed, or the file system has no hard links. Remove the links that exist
+        # already, so that the caller can copy the files.
         for each in linked:
             each.unlink()
         return False

@@ -39,8 +39,8 @@ class WorkerProgram:
         can_be_template: whether workers may be forked from the holder after its build.
         snapshot_identity: the identity of the snapshot's files, ":" and the digest of the model. A process that finds
             the same identity takes this digest, instead of reading the snapshot to compute it.
-        sharer_count: the number of processes that will share the holder's weights. The holder only shares them if that
-            saves more memory than the holder itself takes; 0 to share in any case.
+        sharer_count: the number of processes that will share the holder's weights. The holder shares them only if this
+            saves more memory than the holder itself takes. With 0, the holder shares them in any case.
         cores: the cores on which all threads run; "" for the cores of the daemon.
         rendezvous: the rendezvous of a rank group; None outside of a rank group.
         rank_table: the content of the generated rank table, or "".
@@ -80,7 +80,8 @@ class ProcessSpec:
             them: it is on the command line.
         log: the file for stdout and stderr.
         environment: the complete environment.
-        is_channel_only: whether the process uses only its channel, without ZeroMQ, even if it is spawned.
+        is_channel_only: whether the process uses only its channel, without ZeroMQ, even if it is spawned. A forked
+            process never uses ZeroMQ.
     """
 
     name: str
@@ -198,8 +199,8 @@ def _environment(base: Mapping[str, str] | None, log: Path) -> Mapping[str, str]
     """Return the complete environment of a process.
 
     OpenBLAS and the telemetry of ONNX Runtime must not start threads: only a process with one thread can be forked.
-    Temporary files go to the directory of the log. With PrivateTmp=, systemd removes the /tmp of a service when the
-    service is restarted, while holders and workers continue to run.
+    Temporary files go to the directory of the log, not to /tmp: with PrivateTmp=, systemd removes the /tmp of a service
+    when the service is restarted, while holders and workers continue to run.
     """
     overrides = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
     return {**(os.environ if base is None else base), **overrides}

@@ -55,7 +55,7 @@ class ProcessSupervisor:
         devices: all devices by name. The memory of a card is queried before the first model is loaded on it.
         launcher: starts holders, workers and fork servers. One-shot helpers are always children of the daemon itself.
         on_change: called when the content of the state file for the next daemon has changed.
-        on_message_burst: called before several messages are handled that a child has sent at once.
+        on_message_burst: called before several messages from one child are handled in a row.
 
     Attributes:
         storage: the files of the generations.
@@ -136,7 +136,7 @@ class ProcessSupervisor:
     ) -> bool:
         """Take over the children of a generation that the previous daemon has loaded.
 
-        If the page store has changed since, kill the children instead, and return False.
+        If the page store has changed since its build, kill the children instead, and return False.
 
         Args:
             event_handler: handles the events of the children.
@@ -208,7 +208,7 @@ class ProcessSupervisor:
         if missing_socket:
             self._fail_start(name, f"the daemon's socket is missing: {missing_socket}; restart weightd")
             return
-        # A child that is forked from a template has loaded its model already.
+        # A child that is forked from a template has loaded its model already, so it needs none of these files.
         paths = () if template else (program.model, program.weights, program.sample)
         needs_store = role is Role.WORKER and not template
         missing_file, cause = self.storage.find_missing_file(generation, paths, needs_store=needs_store)
@@ -250,7 +250,7 @@ class ProcessSupervisor:
     # --- internal -------------------------------------------------------------------------------------------------
 
     def _defer(self, callback: Callable[[float], None]) -> None:
-        """Call `callback` with the time, but only after the present call has returned."""
+        """Have the event loop call `callback` with the current time after the caller has returned."""
         self._loop.call_soon(lambda: callback(event_loop.now()))
 
     def _watch(self, name: str, process: ChildProcess) -> None:
@@ -282,7 +282,8 @@ class ProcessSupervisor:
         try:
             process = self._launcher.start(process_spec.with_origin_note(why))
         except OSError as error:
-            # The cause may be the interpreter, the log, the disk or a lack of descriptors. The file name shows which.
+            # The cause may be the interpreter, the log, the disk or a lack of descriptors. So if the error names
+            # another file than the interpreter, the text names this file, too.
             python = process_spec.command[0]
             where = "" if error.filename in (None, python) else f": {error.filename}"
             cause = f"cannot start {python}: {error.strerror or error}{where}"
@@ -293,7 +294,7 @@ class ProcessSupervisor:
     def _start_fork_server(self, process_spec: ProcessSpec) -> None:
         name = process_spec.name
         self.messenger.set_channel_only(name)
-        with contextlib.suppress(PathInUse):  # the start below fails with a more precise error
+        with contextlib.suppress(PathInUse):  # without the directory, the start below fails with a precise error
             make_directory(self._directory, mode=0o700)
         on_exit = functools.partial(self._on_fork_server_exit, name)
         self._process_table.add(name, self._launcher.start(process_spec), on_exit)
@@ -318,7 +319,7 @@ class ProcessSupervisor:
             self._process_table.kill_unwanted(survivor.name, self._launcher.watch(survivor))
 
     def _on_exit(self, name: str) -> None:
-        # Messages that the child sent before its exit are handled first.
+        # Handle the messages that the child sent before its exit, before the exit itself is handled.
         self.messenger.receive_all(name)
         exit_cause = self._reap(name)
         python = self._interpreters.pop(name, "")

@@ -126,7 +126,8 @@ class Batch:
         """Return the unanswered item of a request; None if the batch has no such item."""
         item = self.items.get(request.number)
         if item is None and self.number >= FIRST_SPLIT_NUMBER:
-            # The number of a part differs from the request's number. A batch with a part has no other item.
+            # Items are stored by number, but a part of a split request has another number than its request. So search
+            # for the request; a batch with a part has no other item.
             item = next((each for each in self.items.values() if each.request is request), None)
         return item
 
@@ -157,10 +158,10 @@ class Batch:
 
 
 def record_death(batches: Sequence[Batch]) -> None:
-    """Count a lost slot in the usage of the tenant that sent the requests of these batches, if it was only one."""
+    """Count a lost slot for the tenant that sent the requests of these batches, unless several tenants sent them."""
     usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
     if len(usages) == 1:
-        # If several tenants sent the requests, the daemon cannot tell whose request was the cause.
+        # Among the requests of several tenants, the cause would be unknown, so only a single tenant is charged.
         [usage] = usages.values()
         usage.unexpected_exits += 1
 
@@ -186,9 +187,9 @@ class OutputBufferLeases:
         self.leases: dict[tuple[str, int], BatchItem] = {}
 
     def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
-        """Record that processes get an item with output memory; return whether they may write to that memory.
+        """Record that processes may write the outputs of an item to the client's memory; return whether they may.
 
-        The result is False if another process may still write the same rows of the request.
+        If another process may still write the same rows of the request, record nothing and return False.
         """
         rows, request = item.row_range, item.request
         if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):

@@ -80,7 +80,7 @@ class BatchFormer:
         return least_loaded
 
     def form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, now: float) -> tuple[Batch, bool]:
-        """Form the batch of a request, and remove the other requests of the batch from the queue.
+        """Form the batch of a request that is not queued, and remove the batch's other requests from the queue.
 
         Returns:
             The batch, and whether it is a part of a split request.
@@ -136,9 +136,10 @@ class BatchFormer:
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
         """Return the maximum number of requests in a batch, so that all free slots get some of the requests.
 
-        This is the number of concurrent requests, divided by the number of slots that will be free. Another slot counts
-        as free if it will finish its batches before `slot` could have run all queued requests. The number of concurrent
-        requests is the recent peak, because clients that have just been answered often send the next request.
+        The maximum is the number of concurrent requests, divided by the number of slots that can share them: `slot`,
+        and each slot that will finish its batches before `slot` could have run all queued requests. The number of
+        concurrent requests is the recent peak, because clients that have just been answered often send the next
+        request.
         """
         slots = self._slots.merging.values()
         running = sum(batch.item_count for each in slots for batch in each.batches.values())

@@ -91,7 +91,7 @@ class Dispatcher:
         config: the configuration of the model.
         response_sink: sends replies to clients.
         send_order: sends an order to a process, with its frames and memory regions.
-        schedule_by: called with the time of the next event, which may be sooner than `next_event_at` was.
+        schedule_by: called with the time of each new event, which may be sooner than the previous `next_event_at`.
         shared: the objects that the dispatchers of all models share.
 
     Attributes:
@@ -143,8 +143,8 @@ class Dispatcher:
         self.processes = SlotProcesses(self._scheduler, self._isolator, self.results, send_order, self.dispatch)
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
-        # Whether dispatching is postponed so that more requests can join the batches, and whether a request has arrived
-        # since the last call of `dispatch_gathered`.
+        # `_is_gathering`: whether dispatching is postponed so that more requests can join the batches. `_has_new`:
+        # whether a request has arrived since the last call of `dispatch_gathered`.
         self._is_gathering = False
         self._has_new = False
         self._gather_rounds = 0
@@ -160,7 +160,7 @@ class Dispatcher:
         """
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
-        # The decoder returns the same object for equal bytes, so most description objects were checked before.
+        # The decoder returns the same description object for equal bytes, so most descriptions need no second check.
         checked = self.signature.checked.get(id(request.description))
         request.description = self.signature.check_request(request.description) if checked is None else checked[1]
         scheduler, tenant = self._scheduler, request.tenant
@@ -181,7 +181,7 @@ class Dispatcher:
             self.dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
-        """End the requests of a client that have this id, because the client has cancelled them."""
+        """End a client's requests with this id, because the client has cancelled them."""
         error = Cancelled("cancelled by the client")
         self._replies.fail_all([(each, error) for each in self._scheduler.end_of_client(client, request_id)])
         self.dispatch(now)
@@ -194,7 +194,7 @@ class Dispatcher:
         self.dispatch(now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse matching queued requests at once, because their memory is needed. Running requests continue."""
+        """Refuse matching queued requests at once, to free the memory of their tensors. Running requests continue."""
         self._replies.fail_pending(should_reject)
         for request in self._scheduler.take_matching(should_reject):
             self._replies.fail(request, error)
@@ -226,7 +226,7 @@ class Dispatcher:
             self.dispatch(now)
 
     def expire(self, now: float, explain_error: Callable[[RequestError], RequestError]) -> None:
-        """End requests whose deadlines have passed; send more pending error replies, and continue content checks.
+        """End requests whose deadlines have passed, send the next pending error replies, and continue content checks.
 
         `explain_error` is called with the error of each expired request, and returns the error to send.
         """
@@ -236,7 +236,7 @@ class Dispatcher:
         self._isolator.continue_fingerprint(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """Bring the deadlines of requests forward by the seconds for which the daemon was suspended."""
+        """Bring the deadlines of requests forward by the seconds for which the daemon was paused."""
         self._scheduler.on_suspended(seconds, now)
 
     # --- model --------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ class Dispatcher:
         self.metadata.reply_all()
 
     def on_model_replaced(self, built: Built | None) -> None:
-        """Accept the signature of a new model version, which may support more sizes, and reset the fault isolation."""
+        """Replace the signature by the signature of a new model version, and reset the fault isolation."""
         self._isolator.clear()
         if built is not None:
             self.signature.on_built(built)
@@ -297,7 +297,7 @@ class Dispatcher:
         self._replies.fail_all([(each, error) for each in self._scheduler.take_all_waiting()])
 
     def hand_over(self) -> None:
-        """End all requests in an error, because the daemon restarts and its workers keep running."""
+        """End all requests in an error, because the next daemon takes over the workers but not the requests."""
         self._isolator.fail_pending()
         error = Unavailable("weightd is restarting")
         self._replies.fail_all([(each, error) for each, _ in self._scheduler.end_matching(lambda _: True)])
@@ -354,7 +354,7 @@ class Dispatcher:
         try:
             self._scheduler.submit(request, now, can_evict=False)
         except ResourceExhausted:
-            # The queue may have room again after the dispatch.
+            # The queue is full. Dispatching moves requests to free slots, so the queue may have room afterwards.
             self.dispatch(now)
             self._replies.fail_all(self._scheduler.submit(request, now))
         self._schedule_dispatch()

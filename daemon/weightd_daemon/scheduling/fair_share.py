@@ -1,12 +1,13 @@
 """Fair shares of device time among tenants: start-time fair queueing with costs that are measured after each batch.
 
-Each device has a clock of virtual time, for all models that run on the device. A tenant's account on the clock is the
-number of device seconds that the tenant has used, divided by the tenant's weight. Of the tenants with queued requests,
-the one with the lowest account is next.
+Each device has one clock (`FairClock`) for all models that run on the device. On this clock, each tenant has a virtual
+time: the device seconds that the tenant has used, divided by the tenant's weight. Of the tenants with queued requests,
+the one with the lowest virtual time is next. The virtual time of the device is the virtual time of the tenant whose
+batch started last.
 
-When a batch starts, its expected time is added to the tenant's account, so that the tenant's running batches count.
-When the batch ends, the measured time replaces the expected one. The account of a tenant that was idle continues at the
-current virtual time, so that a tenant gets no credit for being idle.
+When a batch starts, its expected time counts towards the virtual time of its tenant. When the batch ends, the measured
+time replaces the expected time. When an idle tenant sends requests again, its virtual time is raised to the device's
+virtual time, so that the tenant gets no credit for being idle.
 
 A running batch cannot be stopped. A batch that takes much longer than the batches of other tenants therefore must not
 take the last worker of a model; `Durations` and `Users` determine which batches are long. Nothing is measured while
@@ -31,8 +32,9 @@ ACTIVE_S = 60.0
 # A batch is long if it takes more than this multiple of the mean batch duration of another active tenant.
 _LONG_FACTOR = 2.0
 
-# A measured duration counts for this multiple of itself. So a tenant that sends short requests until a long one is
-# forgotten can use long requests for at most a hundredth of the time.
+# A measured duration is remembered for this multiple of itself: 1 s for 100 s. If the tenant sends its next long
+# request later, the request is not recognized as long. So unrecognized long requests take at most a hundredth of the
+# time.
 _RETENTION_FACTOR = 100.0
 
 # Weight of the latest batch in the exponentially weighted mean of a tenant's batch durations.
@@ -46,23 +48,23 @@ MAX_CREDIT_S = 1.0
 # Seconds for which the scheduler assumes several tenants after requests of two tenants have arrived.
 MULTI_TENANT_HOLD_S = 10.0
 
-# Unused accounts are removed when a clock has at least this number of accounts, and twice the number that remained
-# after the last removal.
+# Inactive tenants are removed from a clock when it has at least this number of tenants, and at least twice the number
+# that remained after the last removal.
 _MIN_SHARES = 16
 
 
 @dataclass(eq=False, slots=True)
 class _TenantShare:
-    """A tenant's account on the clock of one device.
+    """A tenant's virtual time on one device. The tenant with the lowest virtual time is served next.
 
     Attributes:
-        virtual_s: the time that ended batches have used, in device seconds divided by the weight.
-        weight: the tenant's weight by which `virtual_s` was divided.
+        virtual_s: the device seconds that the tenant's ended batches have used, divided by the tenant's weight.
+        weight: the weight by which `virtual_s` was divided; after a reload, the tenant may have another weight.
         pending_s: the expected device seconds of running batches.
         active_count: the number of models for which the tenant has runnable requests on the device, plus its running
             batches.
-        last_batch_number: the number of the batch that the tenant started last. Of two tenants with equal accounts, the
-            one with the lower number is next.
+        last_batch_number: the number of the batch that the tenant started last. Of two tenants with equal virtual
+            times, the one with the lower number is next.
     """
 
     virtual_s: float
@@ -73,11 +75,12 @@ class _TenantShare:
 
 
 class FairClock:
-    """The virtual time of one device, and the accounts of the tenants that use the device."""
+    """The virtual times of one device and of the tenants that use the device."""
 
     def __init__(self) -> None:
-        # The account of the tenant whose batch started last, without the estimates for running batches: the virtual
-        # time never decreases, so that an estimate that is too high could not be corrected.
+        # The virtual time of the device: the virtual time of the tenant whose batch started last, without the estimates
+        # for running batches. The device's virtual time never decreases, so an estimate that is too high could not be
+        # corrected.
         self._virtual_time = 0.0
         self._shares: dict[Tenant, _TenantShare] = {}
         self._batch_numbers = itertools.count(1)
@@ -101,12 +104,13 @@ class FairClock:
         tenant_share = self._shares[tenant]
         tenant_share.active_count -= 1
         if not any(each.active_count for each in self._shares.values()):
-            # The device is idle, so no tenant has to wait for another. All accounts can be dropped.
+            # The device is idle, so no tenant has to wait for another. Forget all tenants; new tenants start at the
+            # device's virtual time, which is now at least the virtual time of each forgotten tenant.
             self._virtual_time = max(self._virtual_time, *(each.virtual_s for each in self._shares.values()))
             self._shares.clear()
 
     def sort_key(self, tenant: Tenant) -> tuple[float, int]:
-        """Return the sort key of a tenant with an account; the tenant with the smallest key is next."""
+        """Return the sort key of a tenant that is on the clock; the tenant with the smallest key is next."""
         tenant_share = self._share_of(tenant)
         min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
         return (
@@ -117,8 +121,8 @@ class FairClock:
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
         """Charge a batch that starts now and is expected to take `expected_s` seconds.
 
-        `shares` has each tenant's fraction of the batch. The first tenant is the one whose turn it was: the virtual
-        time advances to this tenant's account.
+        `shares` has each tenant's fraction of the batch. The first tenant is the one whose turn it was: the device's
+        virtual time advances to this tenant's.
         """
         virtual_time, batch_number = self._virtual_time, next(self._batch_numbers)
         entries: list[tuple[Tenant, float, float]] = []
@@ -144,11 +148,11 @@ class FairClock:
             self.remove_active(tenant)
 
     def _share_of(self, tenant: Tenant) -> _TenantShare:
-        """Return the existing account of a tenant, adjusted to the tenant's current weight.
+        """Return the entry of a tenant on the clock, with its virtual time converted to the tenant's current weight.
 
-        If the weight has changed, the account is converted so that its distance from the virtual time stays the same
-        number of device seconds. Otherwise a tenant whose weight is raised would have to wait longer for the time that
-        it used before.
+        If the weight has changed, the difference between the virtual times of the tenant and the device still stands
+        for the same number of device seconds. Without the conversion, a tenant whose weight is raised would have to
+        wait longer for the time that it used before.
         """
         tenant_share, weight = self._shares[tenant], tenant.config.weight
         if tenant_share.weight != weight:
@@ -159,7 +163,7 @@ class FairClock:
         return tenant_share
 
     def _drop_inactive(self) -> None:
-        """Remove the accounts of inactive tenants that are not above the virtual time, at which new accounts start."""
+        """Remove inactive tenants whose virtual time is at most the device's, at which new entries start anyway."""
         if len(self._shares) < self._drop_size:
             return
         shares = {
@@ -172,7 +176,7 @@ class FairClock:
 
 
 class Charge:
-    """The charge of a running batch.
+    """The expected device time that the tenants of a running batch have been charged.
 
     Args:
         clock: the clock of the batch's device.
@@ -227,7 +231,7 @@ class FairClocks:
 
 
 class ActiveTenants:
-    """The tenants with runnable requests for one model, kept up to date on the clocks of the model's devices.
+    """Registers the tenants that have runnable requests for one model on the clocks of the model's devices.
 
     Callers charge a batch before they call `update`, so that a tenant stays active without a gap when its last queued
     request starts.
@@ -244,11 +248,11 @@ class ActiveTenants:
         self._clocks: tuple[FairClock, ...] = ()
 
     def mark_changed(self, tenant: Tenant) -> None:
-        """Record that a tenant's first request has been queued, or that its last one has left the queue."""
+        """Record that a tenant's first request has been queued, or that its last request has left the queue."""
         self._changed_tenants.add(tenant)
 
     def set_clocks(self, clocks: Iterable[FairClock]) -> None:
-        """Replace the clocks, because the set of the model's devices has changed. `clocks` has no duplicates."""
+        """Replace the clocks, because the set of the model's devices has changed. `clocks` must have no duplicates."""
         self.update()
         old_clocks, self._clocks = self._clocks, tuple(clocks)
         for tenant in self._active:
@@ -258,7 +262,7 @@ class ActiveTenants:
                 clock.remove_active(tenant)
 
     def update(self) -> set[Tenant]:
-        """Update the clocks to the tenants that have runnable requests now, and return these tenants."""
+        """Register the tenants that have runnable requests now, unregister all others; return the former."""
         while self._changed_tenants:
             tenant = self._changed_tenants.pop()
             is_waiting = self._is_waiting(tenant)
@@ -364,8 +368,9 @@ class Users:
     def long_allowed_at(self, tenant: Tenant, now: float) -> float:
         """Return when a long batch of a tenant may take the only worker again.
 
-        Until this time the worker is reserved for the other active tenants. The duration is proportional to their
-        weights and to the duration of the tenant's last long batch.
+        Until this time, the worker is reserved for the other active tenants. The reservation lasts as long as the
+        tenant's last long batch took, multiplied by the total weight of the other tenants and divided by the tenant's
+        weight.
         """
         user, weights = (
             self._user_of(tenant),

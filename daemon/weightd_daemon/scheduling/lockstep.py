@@ -21,7 +21,7 @@ from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """Outcome: all processes have run the item. Contains the answer, as if a single process had computed it."""
+    """Outcome: all processes have run the item. Contains the answer in the form in which a single process sends it."""
 
     result: PredictResult
     frames: Sequence[Any]
@@ -29,7 +29,7 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Outcome: the item ends in this error, but the processes are in step. All have run it, or none has started it."""
+    """Outcome: the item ends in this error. The processes are in step: all have run the item, or none has started."""
 
     error: RequestError
 
@@ -48,7 +48,7 @@ _Report = InferenceResult | PredictFailed | None
 
 
 class _Reports(dict[str, _Report]):
-    """The reports on one item, by process, and the total bytes of the answers that arrived before the last report."""
+    """The reports of a slot's processes on one batch item, by process; `nbytes`: the bytes of all outputs so far."""
 
     nbytes = 0
 
@@ -121,7 +121,7 @@ class LockstepTracker:
         return self._combine_reports(number, reports)
 
     def _report_problem(self, process: str, report: _Report, reports: _Reports) -> str:
-        """Return a text with the expected and the received report; "" if the report is valid."""
+        """Return why a report is invalid, as a text with the expected and the received report; "" if it is valid."""
         if process in reports:
             return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
         has_outputs = self.reply_process in (None, process)
@@ -160,7 +160,10 @@ class LockstepTracker:
             return Rejected(error)
 
     def _is_too_much(self, nbytes: int) -> bool:
-        """Return whether joined outputs are too large. The outputs of a single process need no check here."""
+        """Return whether joined outputs are too large.
+
+        The outputs of a single process need no check: they have arrived in a message, so they fit into one.
+        """
         return self.reply_process is None and nbytes > limits.MAX_FRAME_BYTES
 
 

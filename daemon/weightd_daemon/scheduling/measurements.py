@@ -16,7 +16,7 @@ _MIN_RETRY_S = 0.01
 
 
 # Number of recent latencies in a window, which take 32 KB. Ten of them are above the 99th percentile, which is enough
-# to determine it.
+# to determine this percentile.
 _MAX_SAMPLES = 1024
 
 
@@ -61,8 +61,8 @@ class ExecutionCounters:
     def batches_by_rows(self) -> Mapping[int, int]:
         """The number of answered batches by their number of rows, with powers of two as keys.
 
-        The count of a key contains the batches with at most that number of rows, but more than half of it. Batches
-        without rows are not counted.
+        For example, the value for the key 8 is the number of batches with 5 to 8 rows. Batches without rows are not
+        counted.
         """
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 

@@ -27,7 +27,7 @@ class FifoQueue:
     """Requests of one priority level, in the order in which they run.
 
     Attributes:
-        count: the number of requests. This attribute is read with every message, and is cheaper than `len`.
+        count: the number of requests. It is stored because it is read for every message, and a call of `len` is slower.
         nbytes: the total tensor bytes of the requests.
     """
 

@@ -247,7 +247,7 @@ class Turns:
     def fair_candidates(
         self, clock: FairClock, is_long: Callable[[Request], bool]
     ) -> Iterator[tuple[AnyQueue, Request]]:
-        """Yield the `candidates` of each tenant, in the fair order of the tenants on the clock of a device."""
+        """Yield the `candidates` of each tenant; the tenant with the lowest virtual time on the clock comes first."""
         for tenant in sorted(self._queue.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
             normal, confined, splitting, long = self._queue.runnable_of(tenant)
@@ -266,7 +266,7 @@ class Turns:
             self._move_long_of(tenant, is_long)
 
     def fair_order(self, clock: FairClock, expected_s: float) -> Iterator[Request]:
-        """Yield the requests of `normal` in the fair order of a clock, as if each took `expected_s` seconds."""
+        """Yield the requests of `normal` in the order in which they would run if each took `expected_s` seconds."""
         heads = [
             (clock.sort_key(tenant), index, tenant, iter(self._queue.runnable_of(tenant)[0]))
             for index, tenant in enumerate(self._queue.active_tenants.update())

@@ -31,7 +31,7 @@ class ResponseSink(Protocol):
         """Send the result of a request to its client."""
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        """Send the error in which a request ends to its client."""
+        """Send a client the error in which its request ends."""
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         """Reserve `nbytes` more of the memory budget for a request until the request ends.
@@ -110,17 +110,18 @@ class BatchResults:
         return ""
 
     def on_done(self, process: str, number: int, now: float) -> str:
-        """Handle a rank's report that it has run an item whose outputs another rank sends."""
+        """Handle the report of a rank that has run an item but sends no outputs, because another rank sends them."""
         lockstep = self._lockstep_of(process)
         if lockstep is None:
-            # The slot of the process was lost before the report arrived.
+            # The slot of the process was lost before the report arrived, so the report has no effect.
             return ""
         return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
     def on_batch_failed(self, process: str, failed: PredictFailed, now: float) -> str:
         """Handle the error of a batch item, which ends the item's request.
 
-        If the process is exiting, its slot is lost, and requests that shared the batch run again alone instead.
+        If the process is exiting, its slot is lost. Requests that shared a batch do not end in this case: each runs
+        again alone.
         """
         if (lockstep := self._lockstep_of(process)) is not None:
             outcome = (

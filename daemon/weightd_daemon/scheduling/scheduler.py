@@ -25,13 +25,13 @@ from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
-# Minimum seconds that a running request gets after a suspension, so that an answer that has arrived can be read.
+# Minimum seconds that a running request gets after the daemon was paused, to read an answer that has arrived.
 _GRACE_S = 0.5
 
 # Passed to `schedule_by` as the time of an event that is due now.
 AT_ONCE = 0.0
 
-# The heap of deadlines is rebuilt when it has this many entries more than twice its size after the last rebuild.
+# The heap of deadlines is rebuilt when its size exceeds twice the size after the last rebuild by this number.
 _MIN_STALE_ENTRIES = 64
 
 # Maximum number of requests that end in one turn of the event loop, so that other clients are served in between.
@@ -45,7 +45,7 @@ class Scheduler:
         max_queue: the maximum number of queued requests.
         max_queue_bytes: the maximum number of queued tensor bytes.
         predict_timeout: seconds after which a computing slot is considered to hang.
-        schedule_by: called with the time of an event sooner than `next_event_at`; AT_ONCE if requests must be checked.
+        schedule_by: called with the time of each new event; AT_ONCE if the event is due now.
         levels: the number of priority levels.
         clocks: the fair-share clocks of the devices, for all models.
         concurrency: the number of batches that the slots can run at once when all of them are available.
@@ -59,7 +59,7 @@ class Scheduler:
         clocks: as above.
         tenancy: handles several tenants.
         deadlines: the deadlines of the requests that have not ended.
-        wait_limit_s: `schedule_by` is called for the time this many seconds after a request is queued; infinity: never.
+        wait_limit_s: `schedule_by` is called with the time at which a request has waited for this number of seconds.
     """
 
     def __init__(  # noqa: PLR0913
@@ -115,8 +115,8 @@ class Scheduler:
     def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
         """Start a request that has just arrived; return its slot and batch, or None if the request must be queued.
 
-        If this method returns None, the caller has to `submit` the request. If all batches that could run had been
-        assigned before, and no split request has rows left, a call of `assign` is not necessary.
+        If this method returns None, the caller has to `submit` the request. After this method, the caller can skip
+        `assign` if no other batch could start before and no split request has rows left.
         """
         queue = self.queue
         if queue.is_multi_tenant or queue.normal.count or request.deadline <= now:
@@ -230,7 +230,7 @@ class Scheduler:
     def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
         """Remove and return the slots in which a batch has exceeded `predict_timeout`, each with this batch.
 
-        The other batches of a removed slot are queued again, as are batches behind one that has run for `MAX_QUICK_S`.
+        Other batches of a removed slot, and batches behind one that has run for `MAX_QUICK_S`, are queued again.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
         for slot, batch, requeued in self.running.take_overdue(now):
@@ -245,7 +245,7 @@ class Scheduler:
         return moved
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """Confine the matching requests: those in the queue now, and those at slots if they have to run again."""
+        """Confine the matching requests in the queue now, and matching requests at slots if they have to run again."""
         for request in filter(matches, [*self.queue, *(item.request for item in self.slots.awaited_items)]):
             isolate(request, Isolation.CONFINED)
         self.queue.confine(matches)
@@ -276,7 +276,7 @@ class Scheduler:
         return expired
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """Bring deadlines forward: the clock stood still for `seconds`, but the clients' time went on."""
+        """Bring deadlines forward by the seconds for which the daemon, and with it its clock, was paused."""
         running = {item.request for item in self.slots.awaited_items}
         for request in {*self.queue, *running}:
             earliest = now + _GRACE_S if request in running else -math.inf
@@ -397,7 +397,7 @@ class Scheduler:
         return batch
 
     def _restart_splits(self) -> None:
-        """Restart split requests whose policy no slot serves any more, from their first row."""
+        """Restart split requests from their first row if no slot has their batching policy any more."""
         for split in [split for split in self.queue.splits.values() if split.is_pending]:
             if self.slots.accepting and not self.slots.devices_with(split.policy):
                 self.end_split(split.request)

@@ -64,8 +64,8 @@ class SharedProcessScheduler:
         for each in self._participants:
             each.slots.resume(each.slot.name)
         position = next(index for index, each in enumerate(self._participants) if each.slot is slot)
-        # The dispatcher of the answered batch comes last: it is not called here, because it dispatches after it has
-        # sent the answer.
+        # The dispatcher of the answered batch is last in turn. It is not called here, because it will dispatch by
+        # itself after it has sent the answer.
         for each in self._participants[position + 1 :] + self._participants[:position]:
             if not each.queue.is_idle:
                 each.dispatch(now)
@@ -96,7 +96,7 @@ class SharedSlot(Slot):
         return self.scheduler.active_slot is not None
 
     def count_long(self, now: float, long_s: float) -> int:
-        """Return 1 if the batch that the process runs, for any of its models, is long, else 0."""
+        """Return 1 if the process runs a long batch, for any of its models; else 0."""
         active_slot = self.scheduler.active_slot
         return 0 if active_slot is None else Slot.count_long(active_slot, now, long_s)
 

@@ -27,7 +27,7 @@ class RowLimits(NamedTuple):
     Attributes:
         max_rows: the maximum number of rows; 0 for any number.
         limit_name: the configuration key that sets the limit.
-        sizes: the numbers of rows to which a request, or its last part, is padded; empty if there is no padding.
+        sizes: the numbers of rows to which a request, or the last part of a split one, is padded; empty for no padding.
     """
 
     max_rows: int = 0
@@ -55,7 +55,7 @@ class MetadataRequest(NamedTuple):
     Attributes:
         client: the client that sent the request.
         request_id: the id of the request.
-        user: the user or tenant to which the request counts if too many metadata requests are queued.
+        user: the client's user or tenant. If too many metadata requests are queued, the user with the most is rejected.
     """
 
     client: bytes
@@ -71,8 +71,8 @@ class Signature:
 
     Attributes:
         built: the holder's report with the signature; None while the first holder loads.
-        checked: by the `id()` of each checked description: the description, and the one that `check_request` has
-            returned. The entry keeps the description so that no other object gets the same `id()`.
+        checked: the checks so far, by the `id()` of the checked description: the description, and the result of
+            `check_request` for it. The entry keeps the description so that no other object gets the same `id()`.
     """
 
     def __init__(self, row_limits: RowLimits = NO_ROW_LIMITS) -> None:
@@ -99,7 +99,7 @@ class Signature:
         return describe_difference(self.built, built) if self.built is not None else ""
 
     def check_request(self, description: RequestDescription) -> RequestDescription:
-        """Check a request against the signature; while no signature is known, `check_waiting` does so later.
+        """Check a request against the signature. If no signature is known yet, `check_waiting` checks it later.
 
         Returns:
             The request as the engine is to receive it: a scalar has the shape that the model declares.

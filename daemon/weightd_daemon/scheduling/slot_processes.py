@@ -118,13 +118,13 @@ class SlotProcesses:
         self._slots.set_policy(process, policy)
 
     def remove(self, process: str) -> None:
-        """Stop assigning batches to the slot of a process, and stop watching its processes."""
+        """Stop assigning batches to the slot of a process, and stop watching all processes of the slot."""
         self._slots.retire(process)
         for each in self.of_slot(process):
             self._watchdog.remove(each)
 
     def set_wait_limit(self, seconds: float) -> None:
-        """Have the dispatcher's `schedule_by` called for `seconds` after a request is queued; infinity for never."""
+        """Set after how many seconds a queued request may require more workers; see `Scheduler.wait_limit_s`."""
         self._scheduler.wait_limit_s = seconds
 
     @property
@@ -144,7 +144,7 @@ class SlotProcesses:
         self._scheduler.release_slot(process)
 
     def of_slot(self, process: str) -> tuple[str, ...]:
-        """Return all processes of the slot of a process. If one of them exits, the slot is lost."""
+        """Return all processes of the slot to which a process belongs. If one of them exits, the slot is lost."""
         slot = self._slots.slot_of(process)
         return (process,) if slot is None else slot.all_processes
 
@@ -185,7 +185,7 @@ class SlotProcesses:
                 yield process
 
     def silence_s(self, processes: Sequence[str], now: float) -> float | None:
-        """Return the seconds since any of the processes sent a message; None if they are within the period."""
+        """Return the seconds since the last message of any of the processes; None within the watchdog's period."""
         return self._watchdog.silence_s(processes, now)
 
     @property

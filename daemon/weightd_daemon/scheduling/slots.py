@@ -27,7 +27,7 @@ MAX_QUICK_S = 0.25
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One or more processes that run every batch together. If one of them exits, the slot is lost.
+    """One or more processes that run every batch together. If one process exits, the slot is lost.
 
     Attributes:
         name: the name of the slot.
@@ -95,7 +95,7 @@ class Slot:
         return [batch for batch in self.batches.values() if not batch.has_started]
 
     def accepts(self, isolation: Isolation, now: float) -> bool:
-        """Return whether the slot takes another batch of this isolation level, now or behind the running ones."""
+        """Return whether the slot takes another batch of this isolation level, to run now or after the running ones."""
         if not self.batches:
             return True
         if self.lockstep is not None:
@@ -123,7 +123,7 @@ class Slot:
     def finish_batch(self, batch: Batch, now: float) -> float:
         """Remove an answered batch; return for how many seconds it ran."""
         del self.batches[batch.number]
-        # The slot may have run a batch that the daemon still considered queued, so that its start is unknown.
+        # If the daemon still considered the batch queued, its start is unknown, and its duration counts as 0.
         duration_s = now - batch.started_at if batch.started_at < now else 0.0
         self.is_quick = duration_s < MAX_QUICK_S
         self.idle_since = now
@@ -231,7 +231,7 @@ class SlotPool:
         )
 
     def slot_of(self, process: str) -> Slot | None:
-        """Return the slot of a process, or None. A retired slot is included until it is removed."""
+        """Return the slot of a process, even if the slot is retired; None if the process has no slot."""
         return self.slot_by_process.get(process)
 
     def in_flight(self, process: str) -> int:

@@ -15,12 +15,12 @@ from weightd_daemon.scheduling.request_queue import RequestQueue
 from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 
-# Maximum seconds for which a slot that was lost because of a tenant counts as used by the tenant. The replacement of
-# the slot ends this sooner.
+# Maximum seconds for which a slot that was lost because of a tenant counts as used by the tenant. If the slot is
+# replaced sooner, it stops counting then.
 REPLACEMENT_TIMEOUT_S = 10.0
 
-# Seconds after a request of a tenant for which batches of other tenants are not queued behind running ones, because the
-# tenant may send its next request.
+# Seconds after a request of a tenant for which no batches of other tenants are queued behind running batches. Otherwise
+# the tenant's next request, which often follows soon, would have to wait for the queued batches, too.
 _RECENT_REQUEST_S = 1.0
 
 
@@ -40,7 +40,7 @@ class Tenancy:
 
     Attributes:
         last_tenant: the tenant that sent the last request to this model.
-        next_long_at: when a long request that is held back may start without any other event.
+        next_long_at: when a long request that is held back may start, even if no other event happens.
         clocks: as above.
     """
 
@@ -74,7 +74,7 @@ class Tenancy:
         self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
 
     def on_request(self, request: Request, now: float) -> bool:
-        """Record that a request has arrived; return whether several tenants send requests, to any model."""
+        """Record that a request has arrived; return whether several tenants send requests to the daemon's models."""
         clocks, tenant = self.clocks, request.tenant
         clocks.on_request(tenant, now)
         if self.last_tenant not in (None, tenant):
@@ -87,7 +87,8 @@ class Tenancy:
             self._start()
             self._last_request_at = now
             if self.last_tenant is not None:
-                # Until now, there was a single tenant, and the times of its requests were not recorded.
+                # Until now, only this tenant sent requests, and their times were not recorded. Record one, so that the
+                # tenant counts as active.
                 self._users.on_request(self.last_tenant, now)
         if tenant is not self.last_tenant:
             self.last_tenant, self._other_request_at = tenant, self._last_request_at
@@ -111,15 +112,17 @@ class Tenancy:
                 return
             known = active if self.last_tenant is None else {*active, self.last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
-                # While several tenants are assumed, a tenant with long requests does not get the last slot. Continue to
-                # assume several tenants, so that the slot stays reserved for the others that were active recently.
+                # A tenant with long requests is kept from the last slot only while several tenants are assumed.
+                # Continue to assume several tenants, so that the slot stays reserved for tenants that were active
+                # recently.
                 return
-            # A request of any tenant other than `last_tenant` shows that there are several tenants again.
+            # Set `last_tenant` to the tenant that is left, because the next request of any other tenant will show that
+            # there are several tenants again.
             self.last_tenant = next(iter(active), self.last_tenant)
             request_queue.stop_multi_tenant()
 
     def has_others(self, now: float) -> bool:
-        """Return whether several tenants have queued requests, or a tenant without any has sent one recently."""
+        """Return whether several tenants need slots: they have queued requests, or have sent one very recently."""
         active = self._queue.active_tenants.update()
         other_request_at = self._other_request_at if self.last_tenant in active else self._last_request_at
         return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
@@ -138,7 +141,10 @@ class Tenancy:
         return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
 
     def is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Return whether the first request of a queue is long; never in `normal`, see `Turns.move_long`."""
+        """Return whether the first request of a queue is long.
+
+        The first request of `normal` never is, because `Turns.move_long` moves long requests to another queue.
+        """
         request_queue = self._queue
         return request_queue.is_multi_tenant and queue is not request_queue.normal and self.is_long(request, now)
 
@@ -174,7 +180,7 @@ class Tenancy:
             self._users.add_long_time(tenant, seconds, now)
 
     def charge(self, slot: Slot, batch: Batch) -> None:
-        """Charge a batch on the clock of its device, divided among its tenants by rows."""
+        """Charge the tenants of a batch, in proportion to their rows, on the clock of the slot's device."""
         shares: dict[Tenant, float] = {}
         rows = sum([item.rows for item in batch.items.values()])
         for item in batch.items.values():
@@ -194,7 +200,7 @@ class Tenancy:
         return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots)
 
     def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
-        """Record that a slot is about to be lost because of a tenant.
+        """Record that a slot is about to be lost because of a tenant's requests.
 
         The slot counts as used by the tenant until it is replaced, or for at most `REPLACEMENT_TIMEOUT_S`.
         """

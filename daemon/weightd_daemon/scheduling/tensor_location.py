@@ -72,7 +72,7 @@ class WorkerRegions:
         return surplus, missing
 
     def remove(self, number: int) -> bool:
-        """Remove a region that is closed; return whether the worker had it."""
+        """Forget a region that has been closed; return whether the worker had mapped it."""
         if number == self.latest_number:
             self.latest_number = None
         return self._numbers.pop(number, 0) is None
@@ -88,7 +88,7 @@ class TensorLocation:
     """A range of bytes in a shared memory region.
 
     Like a frame, a location has a length, and its slices are bytes. Only `fault_isolation.contents` and
-    `batching.split` read these bytes. Memory that was never written reads as zeros, and a read does not allocate it.
+    `batching.split` read these bytes. Memory that was never written reads as zeros, and the read allocates no memory.
     """
 
     region: SharedRegion

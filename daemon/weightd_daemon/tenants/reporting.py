@@ -55,8 +55,8 @@ class UsageReporter:
     def configure(self, interval_s: float, now: float) -> None:
         """Apply a new configuration; `interval_s` is the interval between log lines in seconds, 0 for no log."""
         if not self._tenants.has_tenants:
-            # Without configured tenants no timer runs, so the usage of removed tenants and models is dropped or merged
-            # here.
+            # With configured tenants, the sample timer drops the usage of removed tenants and merges the usage of
+            # removed models. Without tenants, this timer does not run, so do it here.
             self._usage_table.keep_only(self._tenant_names(), self._model_names())
             self._log_interval_s = 0.0
             return

@@ -110,7 +110,7 @@ class TenantResolver:
 
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants: dict[str, Tenant] = {}
-        # No configured tenant can have a name with parentheses.
+        # No configured tenant can have this name, because of its parentheses.
         self.operators = Tenant("(operators)", _OPERATORS_CONFIG)
         self.configure(tenants)
 

@@ -101,8 +101,8 @@ class Usage:
         requests: the number of requests received, including those refused at once.
         served: the number of requests answered.
         rows: the number of rows that were run and answered, if it is known which inputs of the model have rows.
-        slot_seconds: the seconds for which slots ran requests of the tenant; requests in one batch divide its time by
-            rows.
+        slot_seconds: the seconds for which slots ran requests of the tenant; the seconds of a batch are divided among
+            its requests in proportion to their rows.
         queue_seconds: the sum of the seconds from the arrival of each request until a slot received it.
         bytes_in: tensor bytes received in messages, without shared memory.
         bytes_out: tensor bytes sent in messages, without shared memory.
@@ -195,7 +195,7 @@ class Usage:
         self.count_refused(error)
 
     def count_refused(self, error: RequestError, *, requests: int = 0) -> None:
-        """Count a refused message; `requests` is 1 if the message is an inference request."""
+        """Count a refused message; `requests` is 1 if the message is an inference request, otherwise 0."""
         self.requests += requests
         reason = error.quota if isinstance(error, QuotaExceeded) else error.code
         self.refused[reason] = self.refused.get(reason, 0) + 1
@@ -213,7 +213,7 @@ class Usage:
         )
 
     def add(self, other: Usage | UsageRecord) -> None:
-        """Add the counters of another usage, except its requests in flight and its refusals for unknown reasons."""
+        """Add the counters of another usage, except requests in flight and refusals with reasons outside `REASONS`."""
         self.requests = min(self.requests + other.requests, _MAX_COUNT)
         self.served = min(self.served + other.served, _MAX_COUNT)
         self.rows = min(self.rows + other.rows, _MAX_COUNT)
@@ -297,7 +297,8 @@ class Quota:
             raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
         if config.max_queue and self.waiting >= config.max_queue:
             raise _quota_error("max_queue", config.max_queue, self.waiting)
-        # If no other request waits, a request may be larger than the limit.
+        # A request that is larger than the limit is accepted while no other request waits; otherwise it could never
+        # run.
         if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
             raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
         self.in_flight += 1
@@ -414,5 +415,5 @@ class UsageTable:
         """Add the stored records of an earlier daemon."""
         for each in records:
             self.usage_of(each.tenant, each.model).add(each)
-        # With this sample, the stored usage does not count in the shares, which cover only later usage.
+        # Sample now, so that `shares` counts only later usage and not the restored usage.
         self.sample()

@@ -41,7 +41,8 @@ class ClientIdentity(NamedTuple):
 def unix_identity(connection: socket.socket) -> ClientIdentity:
     """Return the identity of the client at the other end of a Unix socket."""
     pid, uid, gid = peer_credentials(connection)
-    # Operators keep their rights whichever tenant they are assigned to, so that they cannot lock themselves out.
+    # Only the uid makes a client an operator, whichever tenant it is assigned to. So operators cannot lock themselves
+    # out by a mistake in the tables of tenants.
     credential = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
     return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=credential)
 
@@ -61,7 +62,7 @@ def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentit
 
 
 def _client_origin(user: str, pid: int, connection: socket.socket) -> ClientOrigin:
-    # The pid is 0 for a process in another pid namespace.
+    # The pid is 0 for a process in another pid namespace. Such a client is named by its connection.
     return ClientOrigin(f"process {pid} of {user}" if pid else f"connection {connection.fileno()} of {user}", user)
 
 
@@ -69,7 +70,7 @@ class ClientConnection:
     """The connection of one client.
 
     Attributes:
-        key: the unique key of the connection in the daemon; no key is used twice.
+        key: identifies the connection in the daemon; no later connection gets the same key.
         stream: reads and writes messages.
         identity: the identity of the client.
         tenant: the tenant of the client; None if each of its messages is rejected.

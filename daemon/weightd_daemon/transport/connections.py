@@ -158,7 +158,8 @@ class ClientConnections:
             self._log.log(_log, logging.WARNING, connection.user, "disconnecting a client of %s: %s", near, reason)
             connection.shut_down()
             self._limiter.remove(connection)
-            # From now on, the event loop reports only the end of the connection, and further messages are not read.
+            # Replace the callback of the event loop: further messages are not read, and only the end of the connection
+            # is handled.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._on_disconnected, connection))
 
@@ -175,8 +176,8 @@ class ClientConnections:
         self._unix_listener.close()
 
     def _admit_message(self, key: bytes, nbytes: int) -> bool:
-        # This callback gets the key instead of the connection, because a reference cycle would delay the release of the
-        # connection's memory.
+        # This callback has the key of the connection as its argument. With the connection itself, a reference cycle
+        # would delay the release of the connection's memory.
         return self.reader.admit_message(self._by_key[key], nbytes)
 
     def _disconnect_with_error(self, connection: ClientConnection, error: RequestError) -> None:
@@ -195,7 +196,7 @@ class ClientConnections:
             self.disconnect(each.connection, each.reason)
 
     def _on_disconnected(self, connection: ClientConnection) -> None:
-        # No more messages of the connection are handled, not even messages that were already read.
+        # Do not handle any more messages of the connection, not even messages that were already read.
         connection.is_closing = True
         self.reader.forget(connection)
         del self._by_key[connection.key]
@@ -236,7 +237,7 @@ class ClientConnections:
             if connection.stream.send(frames):
                 return True
         except ConnectionError:
-            # The connection is removed when the event loop reports its end.
+            # The client has disconnected. The event loop will report this, and the connection will be removed then.
             self.dropped_messages += 1
             return True
         self._send_later(connection)
@@ -279,7 +280,7 @@ class ClientConnections:
             if connection.stream.flush():
                 self._loop.unwatch_writes(connection.stream.fileno())
         except ConnectionError:
-            # The reader closes the connection when it detects the error, too.
+            # The client has disconnected. The next read of `reader` will detect this and close the connection.
             self._loop.unwatch_writes(connection.stream.fileno())
             return
         self._update_unread_bytes(connection)

@@ -1,8 +1,8 @@
 """The daemon's Unix socket: accepts connections, and counts each until its client has read all data.
 
 The kernel charges unread data to the control group of the sender until the peer has read the data or closed its end,
-even if the sender has closed its own end. So the daemon keeps its end of a closed connection open, and counts the
-connection against the limits of its user, until the client has read the data or closed its end.
+even if the sender has closed its own end. So when a connection is shut down, the daemon keeps its own end open, and
+counts the connection against the limits of its user, until the client has read the data or closed its end.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class UnixListener:
         self._limit_account_of = limit_account_of
         self._on_accepted = on_connection
         self._log = log
-        # These connections have a separate closer, so that they do not wait for blocked closes of files. Unlike the
-        # close of a file, the close of a connection can always be interrupted.
+        # The close of a file may block, but the close of a connection can always be interrupted. So connections have a
+        # separate closer, in which they never wait for files.
         self._unread_connections = UnreadConnections(loop, DescriptorCloser(log_resource_error).close_socket)
 
     def listen(self, listener: socket.socket) -> None:
@@ -113,7 +113,7 @@ class UnixListener:
             self._on_accepted(connection, identity)
             return True
         if self._unread_connections.count_of(limit_account) < _MAX_UNREAD_REFUSALS:
-            # The kernel keeps the message until the client reads it.
+            # The connection is shut down below, but the kernel keeps this message until the client reads it.
             with contextlib.suppress(OSError):
                 connection.setblocking(False)
                 connection.send(_refusal_message(reason))
@@ -131,7 +131,7 @@ class UnreadConnections:
     without a tenant together.
 
     Args:
-        loop: runs the timer.
+        loop: runs the timer that checks the connections for unread data.
         close: called with the account and the connection when everything has been read.
     """
 

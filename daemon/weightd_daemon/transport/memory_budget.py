@@ -76,7 +76,7 @@ class MemoryBudget:
         """Return the client to disconnect before `client` reserves `nbytes`.
 
         This is the client with the most bytes among the clients of the user with the most bytes. The bytes that
-        `client` wants to reserve are included.
+        `client` wants to reserve count as reserved.
         """
         bytes_by_client = {**self._bytes_by_client, client: self.used_by(client) + nbytes}
         clients_by_user: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
@@ -108,7 +108,7 @@ class HeapTrimmer:
         self._memory_budget = memory_budget
 
     def on_large_message(self, now: float) -> None:
-        """Restart the delay: a message of `LARGE_BYTES` or more has arrived, or waits for its client to read."""
+        """Restart the delay, because a message of `LARGE_BYTES` or more has arrived or is queued for a client."""
         self.timer.set(now + TRIM_DELAY_S)
 
     def on_timer(self, now: float) -> None:

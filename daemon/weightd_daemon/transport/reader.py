@@ -85,7 +85,7 @@ class MessageReader:
         self._queued: set[ClientConnection] = set()
 
     def on_readable(self, connection: ClientConnection) -> None:
-        """Read from a connection, or queue it while several users send messages."""
+        """Read from a connection at once, or queue the connection while several users send messages."""
         if self._read_queue.is_contended(connection):
             if connection not in self._queued:
                 self._queued.add(connection)
@@ -102,7 +102,7 @@ class MessageReader:
         memory_budget.release(key, connection.incoming_bytes)
         connection.incoming_bytes = 0
         if connection.tenant is None:
-            # A client without a tenant: each of its messages is rejected, so that the header is enough.
+            # Each message of a client without a tenant is rejected. The reply needs only the header of the message.
             return False
         if nbytes > memory_budget.max_bytes or (
             not memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)
@@ -158,7 +158,7 @@ class MessageReader:
             connection.has_sent_message = True
             self._callbacks.on_message(connection, messages.popleft())
             if connection.is_closing:
-                # The callback has closed the connection.
+                # The callback has closed the connection, so drop the messages that are left.
                 messages.clear()
                 return True
             if messages and deadline < math.inf and event_loop.now() >= deadline:
@@ -171,8 +171,8 @@ class MessageReader:
     def _read_messages(self, connection: ClientConnection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
-        # A user with many descriptors that are not closed yet may not send more. Reads within a large frame are too
-        # long to be checked for descriptors in advance, so they are treated as if they had some.
+        # While many descriptors of a user are not closed yet, the user may not send more. A read within a large frame
+        # is too long to be checked for descriptors in advance, so it is refused as if it contained some.
         if (
             connection.identity.is_direct
             and self.fd_closer.pending
@@ -187,7 +187,8 @@ class MessageReader:
             self._callbacks.on_closed(connection)
             return deque()
         except RemoteProtocolError as error:
-            # After an error in the framing, the start of the next message cannot be found.
+            # After an error in the framing, the start of the next message cannot be found, so the client is
+            # disconnected.
             self._callbacks.disconnect_invalid(connection, InvalidArgument(str(error)))
             return deque()
         if stream.descriptors and not self._may_keep_descriptors(connection):
@@ -200,8 +201,8 @@ class MessageReader:
     def _wait_for_message(self, connection: ClientConnection) -> None:
         """Keep a client's descriptors until their message is complete; reject them if no message has begun.
 
-        If too many connections have such descriptors, the daemon disconnects one of the user with the most of them: the
-        newest.
+        If too many connections have such descriptors, the daemon chooses the user that has the most of these
+        connections, and disconnects the newest one.
         """
         if connection.stream.frame_reader.is_idle:
             self.reject_descriptors(connection)
@@ -230,16 +231,16 @@ class TenantReadQueue:
     """Queue of connections with unread messages, which decides whose messages the daemon reads next.
 
     The next tenant is the one that has used the least time of the event loop, relative to its weight. A `FairClock`
-    measures this, as for the time of a device. The users of one tenant take turns. Without tenants, all users take
-    turns.
+    measures this time, as it does the time of a device. The users of one tenant take turns. Without tenants, all users
+    take turns.
     """
 
     def __init__(self) -> None:
         self._clock = FairClock()
         # The queued connections of each tenant, by user.
         self._queues: dict[Tenant, RoundRobinQueue[ClientConnection]] = {}
-        # The tenant and user under which each connection was queued. A reload may change the tenant and user of the
-        # connection itself while it is queued.
+        # The tenant and user under which each connection was queued. They are recorded because a reload may change the
+        # tenant and user of a queued connection.
         self._positions: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
         self._contended_until = -float("inf")
@@ -288,7 +289,7 @@ class TenantReadQueue:
         """
         self._clock.start_batch({tenant: 1.0}, 0.0).settle(seconds)
         queue = self._queues.get(tenant)
-        # The tenant's queue may have been removed already, if its other connections were closed meanwhile.
+        # `remove` has deleted the tenant's queue already if the last connection in it was closed meanwhile.
         if queue is not None and not queue:
             del self._queues[tenant]
             self._clock.remove_active(tenant)

@@ -33,7 +33,7 @@ from weightd_protocol.messages.inference import Error
 
 _log = logging.getLogger("weightd.api")
 
-# Seconds of uptime after which a proxy was healthy, so that the count of early exits starts anew.
+# A proxy that has run for this number of seconds is healthy: when it exits, the count of early exits starts anew.
 _HEALTHY_UPTIME_S = 10.0
 
 # Seconds from an early exit to the restart: none after the first exit, then the initial delay, doubled after each
@@ -48,8 +48,8 @@ _FORK_TIMEOUT_S = 5.0
 _NEVER = float("inf")
 
 
-# Patterns for a log line of a proxy: the user or host, for the limit of lines per client, and the numbers, which are
-# removed to find lines of the same kind.
+# Patterns for the log lines of a proxy. The first finds the user or host, because the number of lines per client is
+# limited. The second finds numbers, which are removed so that lines of the same kind become equal.
 _CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
 _NUMBER_PATTERN = re.compile(r"\d+")
 
@@ -138,7 +138,8 @@ class ZmqProxies:
         self._attach_zygote(zygote or _launch_zygote())
         self._proxy_numbers = itertools.count()
         self._proxy_by_number: dict[int, ProxyInfo] = {}
-        # The deadlines of the requested forks, by the number of the proxy, the earliest first.
+        # For the number of each proxy that the zygote has yet to fork: the deadline of the fork. The earliest comes
+        # first.
         self._fork_deadlines: dict[int, float] = {}
         self._listeners = [
             _Listener(ProxyInfo(name, address), listener, _proxy_config(name, address, limits, lock))
@@ -173,7 +174,7 @@ class ZmqProxies:
             lock = auth_by_listener[post.proxy.name]
             post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
             # Until the proxy has read this message, it accepts clients by the old tables of keys and tenants. The
-            # daemon applies the new tables to these clients.
+            # daemon applies the new tables to these clients, too.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # the proxy has exited: the next one gets the new tables
                     is_all = post.stream.send(
@@ -215,7 +216,7 @@ class ZmqProxies:
                     listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()]
                 )
             except OSError as error:
-                # The zygote has just exited, which the event loop will report.
+                # The zygote has just exited. The event loop will report this, and then the zygote is restarted.
                 _log.debug("cannot request the proxy of listener %s: %s", listener.proxy.name, error.strerror)
                 del self._proxy_by_number[number]
             else:
@@ -229,7 +230,7 @@ class ZmqProxies:
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
 
     def _flush(self, stream: Stream) -> None:
-        with contextlib.suppress(OSError):  # the process has exited, which the next read reports
+        with contextlib.suppress(OSError):  # the proxy or zygote has exited; the next read detects this
             if not stream.flush():
                 return
         self._loop.unwatch_writes(stream.fileno())

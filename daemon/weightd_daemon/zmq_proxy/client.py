@@ -37,15 +37,17 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
 )
 
-# Maximum and minimum size in bytes of a kernel buffer of one connection, and approximate maximum of one such buffer for
-# all connections of a user together. The kernel doubles the sizes for its bookkeeping.
+# Maximum and minimum size in bytes of one kernel buffer of a connection: its send buffer or its receive buffer. And the
+# approximate maximum for all send buffers of one user's connections together, or for all receive buffers. The kernel
+# doubles the sizes for its bookkeeping.
 _MAX_BUFFER_BYTES = 256 * 1024
 _MIN_BUFFER_BYTES = 8 * 1024
 _MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
 
 
 # Space for the maximum number of descriptors that a client can send at once (253). If a read had less space, the kernel
-# would close the other descriptors before the read returns, and the client can make such a close block (SO_LINGER).
+# would close the descriptors that do not fit before the read returns, and the client can make such a close block
+# (SO_LINGER).
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
@@ -63,7 +65,7 @@ class ClientSocket:
             relayed without waiting.
 
     Attributes:
-        pause_reasons: bits for the reasons why nothing is read from the socket; 0 while it is read.
+        pause_reasons: bits for the reasons why the proxy does not read from the socket; 0 while it reads.
         is_open: whether the socket is open.
     """
 
@@ -101,7 +103,7 @@ class ProxyClient:
 
     Args:
         connection: the connection to the client, which this object owns.
-        user: the user, or over TCP the host, to whose limits the connection counts.
+        user: the user, or over TCP the host, whose limits apply to the connection.
         protocol: parses the bytes of the client.
         connected_at: the time at which the client connected, in monotonic seconds.
         read_once: `ClientSocket.read_once` for the connection.

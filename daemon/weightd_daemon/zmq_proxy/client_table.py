@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_USER_HANDSHAKES = 256
 
-# When more bytes than this threshold were buffered, the proxy returns free memory to the kernel as soon as the number
-# of buffered bytes has not changed for `_TRIM_DELAY_S`.
+# If more bytes than this threshold were buffered, the proxy returns free memory to the kernel: it waits until the
+# number of buffered bytes has not changed for `_TRIM_DELAY_S` seconds.
 _TRIM_THRESHOLD_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 1.0
 
@@ -110,10 +110,10 @@ class ClientTable:
             self._peers.close()
 
     def identify_user(self, connection: socket.socket) -> tuple[str, bool]:
-        """Return the user to whose limits a new connection counts, and whether the client is an operator.
+        """Return the user whose limits apply to a new connection, and whether the client is an operator.
 
-        If tenants are configured, all users without a tenant count as one user on a Unix socket. Over TCP, they count
-        separately, because the tenant may become known only by the key in the handshake.
+        If tenants are configured, all users without a tenant count as one user on a Unix socket. Over TCP, these users
+        count separately, because the proxy may learn their tenant only from the key in the handshake.
 
         Raises:
             OSError: the client has disconnected.

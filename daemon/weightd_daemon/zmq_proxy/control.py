@@ -4,9 +4,10 @@
   proxy's end of its control link come with them.
 - Zygote to daemon: `ProxyEvent` reports the pid of a proxy, and later its exit status.
 - Daemon to proxy: after a reload, the public keys that may connect and the credentials of the tenants.
-- Proxy to daemon: `PeerConnected` reports a client that has sent its first message. With it comes the descriptor of one
-  end of a socket pair, over which the proxy relays the client's messages. A number reports how many such clients are
-  left after one has disconnected. `ProxyLogLine` is a line for the daemon's log.
+- Proxy to daemon: `PeerConnected` reports a client that has sent its first message. With the report comes the
+  descriptor of one end of a socket pair, over which the proxy relays the client's messages. A number reports, after
+  such a client has disconnected, how many clients that have sent a message are still connected. `ProxyLogLine` is a
+  line for the daemon's log.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class PeerIdentity(NamedTuple):
         uid: the user id of the client's process on a Unix socket; None over TCP.
         pid: the pid of the client's process on a Unix socket, or 0 if the process is in another pid namespace; None
             over TCP.
-        user: the name of the user or host to whose limits the client counts, see `Peer.key`.
+        user: the name of the user or host whose limits apply to the client, see `Peer.key`.
         gids: the group ids, the primary one first; empty over TCP.
         public_key: the client's public key in Z85, which the handshake has verified; "" without CURVE.
     """

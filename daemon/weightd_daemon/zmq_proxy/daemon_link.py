@@ -11,8 +11,8 @@ from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.zmq_proxy import control
 from weightd_daemon.zmq_proxy.control import ERROR, WARNING
 
-# Minimum number of seconds between two log lines about refused connections of one user. It applies separately to log
-# lines about disconnected clients of the user.
+# Minimum number of seconds between two log lines about refused connections of one user, and between two log lines about
+# disconnected clients of one user.
 _LOG_INTERVAL_S = 10.0
 
 # Seconds between attempts to send descriptors while the kernel refuses to take them.

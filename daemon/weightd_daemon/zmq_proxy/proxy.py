@@ -53,8 +53,8 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
     sandbox.drop_privileges()
     if crypto_thread is not None:
         crypto_thread.start()
-    # Allow twice `max_memory_bytes`: the buffer of a frame is mapped when the client announces the frame's length,
-    # before the total is checked against the limit.
+    # Allow twice `max_memory_bytes`: the proxy maps the buffer of a frame as soon as the client announces the frame's
+    # length, and only then checks whether all buffers together exceed `max_memory_bytes`.
     sandbox.limit_growth(
         initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES,
         may_start_threads=fd_closer is not None,

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 # closed their streams.
 LINGER_S = 1.0
 
-# Seconds between the last byte that is sent to a client and the close of its connection. Over TCP, if the client is
-# still sending when the connection is closed, it may lose bytes that it has not read yet.
+# Seconds between the last byte that is sent to a client and the close of its connection. Without this delay, a client
+# that is still sending over TCP when its connection is closed may lose bytes that it has not read yet.
 _CLOSE_DELAY_S = 0.1
 
 _NEVER = float("inf")
@@ -107,7 +107,7 @@ class Relay:
     # --- clients to daemon --------------------------------------------------------------------------------------
 
     def _handle_messages(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> bool:
-        """Handle all results of a read from a client; return as `ClientSocket.read_once` does.
+        """Handle all results of a read from a client; return the result for `ClientSocket.read_once`.
 
         The results are complete messages, replies of the handshake, a PONG, an error, and a frame to decrypt.
         """
@@ -131,7 +131,8 @@ class Relay:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
             self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
         self.clients.update_buffered_bytes(client)
-        # If the socket is paused for another reason, `ReadTurns.resume_with_backlog` parses the remaining data later.
+        # If the socket is paused for a reason other than its turn, no more data can be relayed now.
+        # `ReadTurns.resume_with_backlog` parses the remaining data later.
         return bool(client.client_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN) or not protocol.is_backlogged
 
     def _forward(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> None:
@@ -198,7 +199,7 @@ class Relay:
             with daemon_end:
                 self._link.send(control.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
         except OSError as error:
-            # The message would have to be queued, but no descriptor is left for a copy of `daemon_end`.
+            # The control message would have to be queued, but no descriptor is left for a copy of `daemon_end`.
             self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
         return client.daemon_stream

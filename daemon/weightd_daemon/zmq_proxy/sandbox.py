@@ -50,8 +50,8 @@ def drop_privileges() -> None:
     _restrict_access()
     _set_limit(resource.RLIMIT_CORE, 0)
     if not stat.S_ISREG(os.fstat(_STDERR).st_mode):
-        # Forbid writing to files. If stderr is a log file, the log must be able to grow, so only landlock protects
-        # files.
+        # Forbid writing to files, but only if stderr is not a log file, which must be able to grow. With a log file,
+        # only landlock protects the files.
         _set_limit(resource.RLIMIT_FSIZE, 0)
 
 
@@ -101,9 +101,10 @@ def _set_limit(resource_id: int, limit: int) -> None:
 # Only glibc has this function.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-# Added to the OOM score that the proxy has inherited from the daemon. It is less than a holder's increment in
-# `weightd_common.process_attributes`, which is not imported to save memory. The loss of a holder costs more, but
-# killing a proxy does not free memory for long, because it is restarted at once.
+# Increment of the OOM score that the proxy has inherited from the daemon. The increment is less than a holder's
+# increment in `weightd_common.process_attributes`, a module that is not imported here to save memory. So the kernel
+# kills a holder first. The loss of a proxy costs less than the loss of a holder, but frees memory only for a moment,
+# because the daemon restarts the proxy at once.
 _OOM_SCORE_INCREMENT = 100
 _OOM_SCORE_PATH = "/proc/self/oom_score_adj"
 

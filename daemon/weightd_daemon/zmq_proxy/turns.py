@@ -38,7 +38,7 @@ class ReadTurns:
         self._reads_this_turn = 0
 
     def on_readable(self, side: ClientSocket) -> None:
-        """Read from a socket or put it into the queue. If it is paused, check whether its other end has been closed."""
+        """Read from a socket, or queue it. If it is paused, only check whether its other end has been closed."""
         if side.pause_reasons:
             if side.has_peer_closed():
                 self._on_peer_closed(side)
@@ -126,7 +126,8 @@ class CryptoThread:
     def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
         """Have the thread call `function`, as a task of a user.
 
-        After that, `collect` calls `on_done` with the result, or with None if `function` raised MemoryError.
+        When the task has finished, `collect` calls `on_done` with the result, or with None if `function` raised
+        MemoryError.
         """
         with self._tasks_changed:
             self._tasks.put(user, (function, on_done))

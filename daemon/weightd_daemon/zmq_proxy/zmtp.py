@@ -1,7 +1,7 @@
 """The accepting side of ZMTP 3.0 and 3.1, without I/O: https://rfc.zeromq.org/spec/23 and /37.
 
 A peer sends a greeting of 64 bytes, then frames. A frame consists of one byte of flags, its length in one or eight
-bytes, and its content. It is either a command or a part of a message. The first commands are the handshake of a
+bytes, and its content. A frame is either a command or a part of a message. The first commands are the handshake of a
 security mechanism: `NullMechanism`, or `weightd_daemon.zmq_proxy.curve.CurveMechanism` if the listener has a key.
 
 The limits are checked as soon as the length of a frame is known, before its content is stored.
@@ -28,7 +28,8 @@ MAX_FRAMES_PER_PARSE = 128
 # takes about a millisecond for each MiB: see `ZmtpConnection.pending_work`.
 CRYPTO_THREAD_BYTES = 512 * 1024
 
-# An incomplete frame of at least this number of bytes gets its own buffer. A smaller one stays in the unparsed bytes.
+# An incomplete frame of at least this number of bytes gets its own buffer. A smaller incomplete frame stays among the
+# unparsed bytes.
 _LARGE_FRAME_BYTES = 8 * 1024
 
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
@@ -423,7 +424,7 @@ def _encode_property(name: bytes, value: bytes) -> bytes:
 
 
 SOCKET_METADATA = _encode_property(b"Socket-Type", b"ROUTER") + _encode_property(b"Identity", b"")
-"""The encoded metadata that the proxy sends in the handshake: it has a ROUTER socket."""
+"""The encoded metadata that the proxy sends in the handshake. They announce a ROUTER socket."""
 
 
 def check_metadata(data: bytes) -> None:

@@ -1,9 +1,9 @@
 """The zygote: a process from which the ZeroMQ proxies are forked.
 
 The zygote has one thread and has imported all modules that a proxy needs. So a proxy starts within milliseconds and
-shares most of its memory with the other proxies. The daemon forks the zygote before it starts threads and imports
-further modules. When the daemon exits, the kernel kills the zygote, and when the zygote exits, the kernel kills the
-proxies.
+shares most of its memory with the other proxies. The daemon forks the zygote before the daemon itself starts threads
+and imports further modules. When the daemon exits, the kernel kills the zygote, and when the zygote exits, the kernel
+kills the proxies.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class Zygote:
         return self.stream.send(frames, descriptors)
 
     def kill(self) -> None:
-        """Kill the zygote; the kernel then kills its proxies. The end of `stream` shows that the zygote has exited."""
+        """Kill the zygote; the kernel then kills its proxies. When `stream` has ended, the zygote has exited."""
         # The pid is not reused by another process before `stop` reaps the zygote.
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Stop the zygote and wait until it and its proxies have exited; kill it if this takes some seconds.
+        """Stop the zygote, and wait until the zygote and its proxies have exited; after some seconds, kill the zygote.
 
-        Close the control links of the proxies before, so that the proxies exit.
+        Before this call, close the control links of the proxies, so that the proxies exit.
         """
         # Shut down only the sending direction: the zygote reads the end of the stream and stops, and this end then
         # shows when the zygote has exited.
@@ -165,7 +165,8 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
         dev_null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(dev_null, _STDIN)
         os.close(dev_null)
-        # Close the daemon's stdout: otherwise a program that reads it to its end would wait until this process exits.
+        # Close the daemon's stdout: otherwise a program that reads this stdout to its end would wait until this process
+        # exits.
         os.dup2(_STDERR, _STDOUT)
         body()
         status = 0

@@ -73,7 +73,7 @@ def address_of(listener: socket.socket) -> ListenAddress:
 
 
 def check_addresses(addresses: tuple[str, ...]) -> Iterator[FieldError]:
-    """Yield an error for each invalid address; the error's path is the index of the address."""
+    """Yield an error for each invalid address. The error contains the index of the address as its path."""
     for index, each in enumerate(addresses):
         try:
             parse(each)

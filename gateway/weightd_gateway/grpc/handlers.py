@@ -40,7 +40,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
 
-# Responses with fewer bytes need no permit: they are usually sent at once, and the limit of calls limits their number.
+# Responses with fewer bytes need no permit: they are usually sent at once, and `MAX_UNSENT_CALLS` limits their number.
 MIN_RESERVED_BYTES = 64 * 1024
 
 # The lowest HTTP status of errors that the caller has not caused.
@@ -111,7 +111,7 @@ class RpcConnections(Protocol):
         ...
 
     def receiving(self, called: str) -> AbstractContextManager[None]:
-        """Allow the connection with the library's name `called` to send long messages within the block."""
+        """Within the block, allow the connection that gRPC's library names `called` to send long messages."""
         ...
 
     def is_full(self, called: str) -> bool:
@@ -200,7 +200,7 @@ class RpcHandlers:
             )
 
     def anonymous_caller(self, context: Context) -> Caller:
-        """Return a caller without credentials, named after the client's peer, so that each peer has its own share."""
+        """Return a caller for a client without credentials. Its name is the peer, so each peer has a separate share."""
         return Caller(None, self._connections.peer_of(context.peer()).key)
 
     @contextmanager
@@ -241,7 +241,7 @@ class RpcHandlers:
     def log_call(
         self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None
     ) -> None:
-        """Log a request's result at debug level, but errors that the caller has not caused as rate-limited warnings."""
+        """Log the result of a request: at debug level, or as a rate-limited warning if the caller is not at fault."""
         caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
@@ -261,8 +261,8 @@ class RpcHandlers:
 
         gRPC's library does not report a message before it is complete, but stores the part that has arrived. After the
         grace period, an authenticated call therefore reserves the maximum size of a message, and an unauthenticated
-        call fails. If the method expects a short message, the relay forwards only the beginning of a long one. The call
-        then fails at the end of the next such period.
+        call fails. If the method expects a short message, the relay forwards only the beginning of a long one. Such a
+        call therefore fails at the next end of a grace period.
 
         Raises:
             InvalidArgument: the client sent no message.
@@ -389,7 +389,9 @@ def _call_every(seconds: float, on_timeout: Callable[[], None]) -> Generator[Non
 
     def on_timer() -> None:
         nonlocal error, timer
-        if loop.time() <= timer.when() + _OVERSLEPT_S:  # else data that arrived during a pause has not been read yet
+        # A late timer means that the process was suspended: data that arrived meanwhile has not been read yet, so skip
+        # this call of `on_timeout`.
+        if loop.time() <= timer.when() + _OVERSLEPT_S:
             try:
                 on_timeout()
             except RequestError as raised:

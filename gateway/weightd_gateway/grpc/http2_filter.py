@@ -82,7 +82,7 @@ class Http2Filter:
 
     @contextmanager
     def receiving(self, called: str) -> Generator[None, None, None]:
-        """Allow the connection with the library's name `called` to send long messages within the block."""
+        """Within the block, allow the connection that gRPC's library names `called` to send long messages."""
         client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         if client is None:
             yield
@@ -154,7 +154,8 @@ class Http2Filter:
         library.setblocking(False)
         try:
             library.bind(f"\0{name}")
-            # A non-blocking connect to a Unix socket succeeds immediately, or fails if the library's backlog is full.
+            # The connect does not block: with a Unix socket it succeeds immediately, or fails if the library's backlog
+            # is full.
             library.connect(self._path)
         except OSError as error:
             _log.warning("cannot pass a connection to the gRPC library: %s", error.strerror)
@@ -185,7 +186,10 @@ class Http2Filter:
         return peer.is_operator or self._call_buckets.has_one(peer.key, now)
 
     def count_calls(self, peer: Peer, number: int, now: float) -> None:
-        """Charge a peer for `number` started calls; a negative number is a refund for messages to the peer."""
+        """Count `number` started calls against the rate limit of a peer.
+
+        A negative number allows the peer further calls, because it has received response messages.
+        """
         if number and not peer.is_operator:
             self._call_buckets.charge(peer.key, number, now)
 
@@ -233,7 +237,7 @@ class _Client(asyncio.Protocol):
         self.release()
 
     def release(self) -> None:
-        """Remove the connection from the filter, once."""
+        """Remove the connection from the filter. Repeated calls have no effect."""
         if not self._is_released:
             self._is_released = True
             self._filter.on_disconnect(self)
@@ -292,7 +296,7 @@ class _Client(asyncio.Protocol):
         return allowed
 
     def expect(self, number: int) -> None:
-        """Add `number` to the calls that expect a long message, and retry held data."""
+        """Add `number` to the count of calls that expect a long message, and check the held data again."""
         self._expecting += number
         self._frames.forget()
         if self._held:
@@ -308,7 +312,7 @@ class _Client(asyncio.Protocol):
             self._resume_reading()
 
     def eof_received(self) -> bool:
-        # HTTP/2 does not use half-closed connections.
+        # False makes asyncio close the connection. HTTP/2 does not use half-closed connections.
         return False
 
     def pause_writing(self) -> None:
@@ -351,7 +355,7 @@ class _Client(asyncio.Protocol):
             self._retry_held()
 
     def on_library_closed(self) -> None:
-        """Close the connection after all data has been sent, because gRPC's library has closed its end."""
+        """Close the client's connection once all data is sent, because gRPC's library has closed its connection."""
         if self._transport is not None:
             self._transport.close()
 

@@ -95,7 +95,7 @@ class FrameHeads:
         """
         end = len(data)
         if not self._head:
-            # Fast path: the data usually consists of whole frames.
+            # Fast path: the data usually consists of whole frames, so the loop need not join parts of a head.
             found: list[tuple[int, int, int, int]] = []
             position += self._payload_left
             while position + HEAD_BYTES <= end and len(found) < MAX_HEADS_AT_ONCE:
@@ -131,7 +131,7 @@ class FrameCounter:
     """Counts the frames that one client sends and enforces the limits.
 
     Args:
-        now: the current time in seconds, as in all methods.
+        now: the current time in seconds; the parameter has this meaning in all methods.
     """
 
     def __init__(self, now: float) -> None:

@@ -86,7 +86,7 @@ class GrpcInference:
         return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
     async def _infer_streamed(self, calls: RpcHandlers, call: RpcContext, message: bytes) -> bytes:
-        """Return the response to one request of a stream; an error is returned as a response, too."""
+        """Return the response to one request of a stream. If the request fails, the response contains the error."""
         started_at = time.monotonic()
         try:
             with calls.admission.admit(call.caller) as permit:
@@ -138,7 +138,7 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
 
 @functools.lru_cache(maxsize=256)
 def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool) -> bytes:
-    """Return the bytes of a response without id and contents; cached, because many responses differ only in these."""
+    """Return the bytes of a response without id and contents. Many responses share these bytes, so they are cached."""
     head = _new_response(model, is_final=is_final)
     for name, datatype, shape in shapes:
         head.outputs.add(name=name, datatype=datatype, shape=shape)
@@ -188,7 +188,7 @@ def encode_stream_error(request_id: bytes, text: str) -> bytes:
 
 
 def _write_output(name: str, array: Array, target: OutputTarget, output: Any) -> memoryview:
-    """Write an output to shared memory, and its location to `output`; return the message's empty content."""
+    """Write an output to shared memory and its location to the message `output`; return empty contents."""
     region, shm_slice = target
     if array.nbytes > shm_slice.nbytes:
         raise InvalidArgument(f"output {label(name)}: {SIZE}: expected at least {array.nbytes}, got {shm_slice.nbytes}")
@@ -196,7 +196,8 @@ def _write_output(name: str, array: Array, target: OutputTarget, output: Any) ->
     output.parameters[REGION].string_param = region
     output.parameters[OFFSET].int64_param = shm_slice.offset
     output.parameters[SIZE].int64_param = array.nbytes
-    # Clients match the contents of a message to its outputs by position, so this output needs a content without bytes.
+    # Clients match the contents of a message to its outputs by position, so this output, whose bytes are in shared
+    # memory, needs empty contents.
     return memoryview(b"")
 
 

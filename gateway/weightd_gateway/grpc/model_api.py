@@ -166,8 +166,8 @@ class ModelApi:
         raise Unimplemented("weightd does not support CUDA shared memory")
 
     async def _cuda_unregister(self, call: RpcContext, request: Any) -> bytes:
-        # No CUDA region can exist, so there is nothing to remove. The call succeeds, because some clients make it
-        # before they use system shared memory.
+        # No CUDA region can exist, so there is nothing to remove. The call succeeds, because some clients call this
+        # method before they use system shared memory.
         return _encode("CudaSharedMemoryUnregisterResponse", {})
 
     async def _trace_setting(self, call: RpcContext, request: Any) -> bytes:

@@ -2,8 +2,8 @@
 
 Every client that can connect may call these services. They reveal only whether all models are ready, and the names of
 the methods, which docs/gateway.md describes. The package grpcio-health-checking is not used: when one watcher of a
-service disconnects, its asyncio servicer drops all watchers of the service. The package also limits neither the fields
-of a message nor the number of watchers.
+service disconnects, the asyncio servicer of this package drops all watchers of the service. The package also limits
+neither the fields of a message nor the number of watchers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Health:
 
     Args:
         daemon_client: the client of the daemon.
-        names: the services whose status is whether all models are ready; "" is the name of the whole server.
+        names: the names of the services whose status reports whether all models are ready; "" is the name of the whole
+            server.
         streams: limits the number of watches.
         clock: returns the time in seconds.
     """

@@ -65,7 +65,8 @@ _LAYOUT = layout_of(_Request.DESCRIPTOR)
 # Maximum bytes of a message's header, which is the message without its raw contents. The limit is the same as for JSON.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
-# Maximum bytes of a message that `fast_parse` cannot split: two bytes of it may become an object of a hundred bytes.
+# Maximum bytes of a message that `fast_parse` cannot split: two bytes of such a message may become an object of a
+# hundred bytes.
 MAX_UNUSUAL_BYTES = 1024 * 1024
 
 PARSER_PROCESS_BYTES = 16 * 1024
@@ -216,7 +217,7 @@ _parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_header)
 
 
 def model_of(name: str, version: str = "") -> str:
-    """Return the daemon's name of the model in a request, or of its version.
+    """Return the name by which the daemon knows the requested model or, if the request has a version, this version.
 
     Raises:
         InvalidArgument: the name is empty or too long.

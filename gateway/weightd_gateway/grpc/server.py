@@ -135,7 +135,7 @@ class GrpcServer:
             return
         end = time.monotonic() + grace_s
         await self._server.stop(grace_s)
-        # The relay may still have to send responses to the clients.
+        # Wait for the relay, which may still have to send responses to the clients.
         await self.http2_filter.drain(max(0.0, end - time.monotonic()))
         self.http2_filter.abort()
         self._peers.close()

@@ -2,8 +2,8 @@
 
 Protobuf creates an object for each field of a message; the objects can take a hundred times the size of the message.
 Therefore `check_fields` limits the number of fields before a message is parsed. `fast_parse` splits a
-`ModelInferRequest`: tensors and id differ from request to request; the rest is often the same, so its parsed form can
-be cached. No tensor is copied.
+`ModelInferRequest`: tensors and id differ from request to request. The other fields, which form the header, are often
+the same, so the parsed header can be cached. No tensor is copied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ _MAX_LENGTH_BYTES = 5
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of a message type whose values are messages, too: each field's name and layout, by field number."""
+    """A message type, with only the fields that have messages as values.
+
+    Attributes:
+        nested: by field number, the name of the field and the layout of its messages.
+    """
 
     nested: Mapping[int, tuple[str, Layout]]
 
@@ -165,7 +169,7 @@ class ParsedRequest(NamedTuple):
 
 
 def fast_parse(message: bytes) -> ParsedRequest:
-    """Split a `ModelInferRequest` message. For a message with unusual fields, the header is the whole message."""
+    """Split a `ModelInferRequest` message. A message with unusual fields is not split: it is the header."""
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
@@ -174,7 +178,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             return ParsedRequest(bytes(header), request_id, tuple(contents))
         tag = message[position]
         value, begin = _read_short_varint(message, position + 1)
-        # A tag of more than one byte belongs to an unknown field.
+        # Leave unusual fields to protobuf. A tag of more than one byte can only be the tag of an unknown field.
         if begin == 0 or tag > 0x7F or tag & 7 not in (_VARINT, _BYTES):
             break
         after = begin if tag & 7 == _VARINT else begin + value
@@ -184,7 +188,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             contents.append(view[begin:after])
         elif tag == _ID:
             if not request_id.isascii():
-                break  # a second id follows; protobuf also validates the first id
+                break  # this is a second id; protobuf has to check the encoding of the first one, too
             request_id = message[begin:after]
         else:
             header += view[position:after]

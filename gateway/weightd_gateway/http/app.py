@@ -84,8 +84,8 @@ class HttpApi:
     Args:
         gateway: the state that all frontends share.
         hosts: allowed values of the Host header.
-        caller: the caller of all requests if a proxy in front of the other ASGI server has authenticated them; None:
-            authenticate each request.
+        caller: the caller of all requests, for another ASGI server behind a proxy that authenticates the requests;
+            None: this application authenticates each request.
         body_timeout_s: seconds within which the body of a request must arrive; None if the server enforces a limit.
     """
 
@@ -137,7 +137,7 @@ class HttpApi:
             request = HttpRequest(scope, receive, self._body_timeout_s)
             await (await self._reply(request)).send(request, send)
         elif scope["type"] == "lifespan":
-            # The application does nothing at startup and shutdown.
+            # Confirm startup and shutdown, at which the application has nothing to do.
             while (message := await receive())["type"] != "lifespan.shutdown":
                 await send({"type": f"{message['type']}.complete"})
             await send({"type": "lifespan.shutdown.complete"})
@@ -243,7 +243,7 @@ class HttpApi:
         file = FILES[name]
         if request.header(b"if-none-match") == file.etag:
             reply = HttpReply([], file.content_type, 304, file.headers)
-            reply.body_length = len(file.body)  # as in a response with the file
+            reply.body_length = len(file.body)  # the Content-Length that a response with the file would have
             return reply
         return HttpReply([file.body], file.content_type, headers=file.headers)
 

@@ -53,7 +53,7 @@ class ConnectionPhase(enum.Enum):
     LINGERING = "the client to close the connection; its data is discarded"
 
 
-# In these phases, a connection may be closed in favour of a new one.
+# When a connection enters one of these phases, it becomes idle: it may be closed in favour of a new connection.
 _IDLE_PHASES = frozenset({ConnectionPhase.IDLE, ConnectionPhase.LINGERING})
 
 
@@ -86,7 +86,7 @@ class HttpConnections:
         return iter([*self._all])
 
     def on_connect(self, connection: HttpConnection) -> None:
-        """Add a connection; if the limit is exceeded then, close one connection.
+        """Add a connection. If the number of connections then exceeds the limit, close one connection.
 
         If the peer with the most connections has more than a thirty-second of the limit, one of its connections is
         closed. Otherwise the connections of all peers are candidates, so that many peers with one connection each
@@ -109,8 +109,8 @@ class HttpConnections:
                     and largest in (None, each.peer.key)
                 )
                 victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
-            # Remove the connection now: the event loop calls `connection_lost` later, and many connections may arrive
-            # before.
+            # Remove the connection now. The event loop calls `connection_lost` only later, and until then many new
+            # connections may arrive, for which the count must be correct.
             self.on_disconnect(victim)
             victim.abort()
 
@@ -192,7 +192,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Whether a call of `_parse` is scheduled.
         self._is_queued = False
         self._is_reading_paused = False
-        # A future while the write buffer is full, with a result when the client has read enough; otherwise None.
+        # While the write buffer is full, a future that gets its result when the buffer has room again; otherwise None.
         self._writable: asyncio.Future[None] | None = None
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.write(each)
 
     async def drain(self) -> None:
-        """Wait until the client has read enough of the sent bytes."""
+        """Wait until the write buffer has room, because the client has read some of the sent bytes."""
         if self._writable is not None:
             self.set_phase(ConnectionPhase.READING)
             await self._writable

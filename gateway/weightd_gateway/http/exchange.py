@@ -44,7 +44,7 @@ class RequestParser:
         headers: pairs of a lower-case name and a value.
         keep_alive: whether the client wants to reuse the connection.
         is_head_complete: whether all headers have been parsed.
-        is_complete: whether the parser expects no further data.
+        is_complete: whether the parser has parsed the whole request, so that it expects no further data.
         chunks: decoded parts of the body.
     """
 
@@ -70,7 +70,7 @@ class RequestParser:
         return str(self._parser.get_http_version())
 
     def feed(self, data: bytearray, limit: int = MAX_HEAD_BYTES) -> bool:
-        """Parse the next part of this request in `data`, and remove it from `data`; return whether there was a part.
+        """Parse the next part of this request and remove it from `data`; return False if `data` had no part.
 
         A head or a chunked body always ends with an empty line. The parser stops at each empty line, so it never
         consumes bytes of the next request.
@@ -82,7 +82,8 @@ class RequestParser:
         if found >= 0:
             size = found + len(_END)
         else:
-            # Leave the last bytes in `data` if they may be the beginning of an empty line.
+            # Leave the last bytes in `data` if they may be the beginning of an empty line, whose other bytes have not
+            # arrived.
             part = bytes(memoryview(data)[:limit])
             size = max(len(part.rstrip(b"\r\n")), len(part) - len(_END) + 1)
         if not size:
@@ -95,7 +96,8 @@ class RequestParser:
         try:
             self._parser.feed_data(taken)
         except HttpParserUpgrade:
-            # The server ignores a request for another protocol, and closes the connection after the response.
+            # The client wants to switch to another protocol (the Upgrade header or CONNECT). The server responds in
+            # HTTP, and then closes the connection.
             self.keep_alive = False
         return True
 
@@ -137,7 +139,7 @@ class ExchangeConnection(ServerConnection, Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait until the client has read enough of the sent bytes."""
+        """Wait until the write buffer has room, because the client has read some of the sent bytes."""
         ...
 
     def begin_body(self) -> None:
@@ -251,7 +253,7 @@ class HttpExchange:
             self._connection.write(_CONTINUE)
 
     def _take(self, limit: int | None = None) -> bytes:
-        """Remove the received part of the body and return it, at most `limit` bytes."""
+        """Remove at most `limit` bytes of the body from the received data, and return them."""
         if self._bytes_left is None:
             body = b"".join(self._parser.chunks)
             self._parser.chunks.clear()
@@ -322,7 +324,7 @@ class HttpExchange:
         self.on_data()
 
     def fail_body(self, error: HttpError | None = None) -> None:
-        """Make reads of the body fail with `error`; by default, with the error that the body did not arrive in time."""
+        """Make reads of the body fail with `error`; the default error says that the body did not arrive in time."""
         self.keep_alive = False
         self._error = error or HttpError(408, _BODY_TIMEOUT)
         if self._waiter is not None and not self._waiter.done():
@@ -335,7 +337,7 @@ class HttpExchange:
     # --- response ----------------------------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response and wait until the client has read enough of it."""
+        """Send a part of the response. If the write buffer is then full, wait until it has room again."""
         if message["type"] == "http.response.start":
             self._start = message
             return

@@ -329,8 +329,8 @@ class HttpReply:
             if request.method == "HEAD":
                 await send({"type": "http.response.body", "body": b""})
             elif self.body_length <= MAX_COPIED_BYTES or request.connection is None:
-                # Small content is joined. Content for another ASGI server is joined, too, because it may copy each
-                # message.
+                # Join small content into one message. Content for another ASGI server is also joined, because such a
+                # server may copy each message.
                 await send({"type": "http.response.body", "body": b"".join(self.content)})
             else:
                 last = len(self.content) - 1

@@ -49,7 +49,7 @@ class Route(NamedTuple):
 
 
 def parse_route(path: str) -> Route:
-    """Return the route of a path in its percent-encoded form, without the query.
+    """Return the route of a path. The path must be percent-encoded and have no query.
 
     Raises:
         NotFound: no route has this path.

@@ -56,7 +56,8 @@ class HttpServer:
         self.connections = _make_connections(gateway.config)
         self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
         self._peers = Peers()
-        # This limiter limits only the rate. `HttpConnections` limits the number, because it can close idle connections.
+        # This object limits only the rate of new connections. `HttpConnections` limits the number of connections,
+        # because it can close idle ones.
         self._admission = GatewayConnectionLimiter(sys.maxsize, gateway.config.max_connection_rate)
         self._acceptors: list[GatewayAcceptor] = []
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -95,8 +96,8 @@ class HttpServer:
         await self._wait_replied(grace_s)
         for each in self.connections:
             each.abort()
-        # The tasks of aborted connections are cancelled in the next pass of the event loop, and end in the pass after
-        # this.
+        # The tasks of aborted connections are cancelled in the next pass of the event loop, so wait for this pass
+        # first. They end in the pass after it.
         await asyncio.sleep(0)
         await self._wait_replied(None)
         for task in self._tasks:

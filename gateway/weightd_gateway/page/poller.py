@@ -15,8 +15,8 @@ from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
-# Maximum seconds between two polls whose difference gives the rates on the page. An open page polls each second; after
-# a longer gap no browser had the page open, and the rates start anew.
+# Maximum seconds between two polls whose difference gives the rates on the page. An open page polls each second. A
+# longer gap shows that no browser had the page open; the rates are then computed anew from later polls.
 _MAX_GAP_S = 10.0
 
 

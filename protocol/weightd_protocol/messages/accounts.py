@@ -26,7 +26,7 @@ class AccountStatus:
     seconds for which workers were busy with them. `queue_seconds` is the sum of the seconds from the arrival of each
     request until a worker received it. `bytes_in` and `bytes_out` count the bytes of transferred tensors.
     `unexpected_exits` counts workers that crashed because of the tenant's requests. `resident_byte_seconds` is the
-    memory that was reserved for the model on the tenant's account, in bytes times seconds.
+    memory that was reserved for the model and charged to the tenant, in bytes times seconds.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))

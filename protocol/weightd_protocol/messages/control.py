@@ -35,9 +35,10 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ReadyResponse:
-    """daemon → client: whether a model, or every model, is ready: a worker has responded within the watchdog's period.
+    """daemon → client: whether a model, or every model, is ready.
 
-    `reason` says why the model is not ready; it is "" if it is ready. The truth value of the message is `ready`.
+    A model is ready if one of its workers has responded within the watchdog's period. `reason` says why the model is
+    not ready; it is "" if it is ready. The truth value of the message is `ready`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -163,7 +164,7 @@ class Unload:
     """client → daemon: refuse new requests of a model, finish the accepted requests, and unload the model.
 
     With `wait`, the daemon replies when no process of the model is left, otherwise at once. If the model loads on
-    demand, its next request loads it again. The rights that `Load` requires are required here, too.
+    demand, its next request loads it again. The sender needs the same rights as for `Load`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -191,7 +192,8 @@ class Rollout:
 
     "set" sends `percent` of these requests to `version`; the other versions keep their proportions. "promote" sends all
     of them to `version`. "abort" returns to the shares in the configuration; `version` must be 0. Requests that name a
-    version are not affected. The daemon's user, root, and tenants that may `operate` may send this.
+    version are not affected. The daemon accepts this message from its own user, from root, and from tenants with the
+    right `operate`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -40,7 +40,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """Signature of one input or output of a model. Each request chooses the size of a dimension that is -1 here.
+    """Signature of one input or output of a model. If a dimension is -1, each request chooses its size.
 
     If `shape` is None, each request also chooses the number of dimensions. [] is the shape of a scalar.
     """
@@ -60,7 +60,7 @@ class Parameters:
     """Options of an inference request."""
 
     timeout_us: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
-    """Microseconds until the client stops waiting for the response; None for the daemon's default."""
+    """Microseconds until the client stops waiting for the response; None for the daemon's default timeout."""
     regions: Optional[Regions] = field(default=None, metadata=record(Regions))
     """Locations of the tensors that are in shared memory; None if all tensors are in frames."""
     priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))

@@ -62,9 +62,10 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class JoinGroup:
-    """daemon → each process of a rank group: all processes run; join the group and load the slice.
+    """daemon → each process of a rank group: join the group and load the slice.
 
-    Ranks reply with `JoinedGroup`. The broker, through which the ranks find each other, does not reply.
+    The daemon sends this message when all processes of the group are running. Ranks reply with `JoinedGroup`. The
+    broker, through which the ranks find each other, does not reply.
     """
 
 

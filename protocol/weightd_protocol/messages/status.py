@@ -189,7 +189,7 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class VersionShare:
-    """A version of a model, and the percentage of the requests naming no version that it answers."""
+    """A version of a model. It answers `percent` percent of the requests that name no version."""
 
     version: int = field(metadata=_COUNT)
     percent: float = field(metadata=number(100.0))
@@ -214,8 +214,9 @@ class DeviceStatus:
     `capacity_bytes` is the memory of the card that weightd may use; absent if unknown. `weights_bytes` is the memory of
     all copies of weights, each counted once. `process_bytes` is the memory of the processes without the weights.
     `saved_bytes` is the memory that would be needed additionally if each process had its own copy of the weights.
-    `buffer_bytes` is the memory for communication between ranks. These values are sums of the models' reservations, not
-    measurements. `free_bytes` is the free memory that the card reported last; absent before the first report.
+    `buffer_bytes` is the memory for communication between ranks. These four values are sums of the models'
+    reservations, not measurements. `free_bytes` is the free memory that the card reported last; absent before the
+    first report.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -234,10 +235,10 @@ class MemoryLimit:
     """Memory use and limits of the control group in which the daemon runs. Memory is in bytes.
 
     Beyond `limit_bytes` the kernel kills processes of the control group. Beyond `high_bytes` the kernel throttles them
-    and reclaims memory. Each value is the smallest one of this control group and those above it. `usage_bytes` includes
-    cached files. `oom_kills` counts the processes that the kernel killed for lack of memory. `pressure_percent` is the
-    percentage of the last ten seconds in which a process waited for memory. A limit that is not set, or a value that is
-    not known, is absent.
+    and reclaims memory. Each limit is the smallest limit of this control group and of the control groups above it.
+    `usage_bytes` includes cached files. `oom_kills` counts the processes that the kernel killed for lack of memory.
+    `pressure_percent` is the percentage of the last ten seconds in which a process waited for memory. A limit that is
+    not set, or a value that is not known, is absent.
     """
 
     usage_bytes: int = field(metadata=_COUNT)

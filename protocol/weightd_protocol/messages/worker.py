@@ -150,11 +150,11 @@ class ContinueSelfTest:
 class Built:
     """holder → daemon: the model is built and its weights are exported.
 
-    Workers attach to `handle`, "" if nothing is shared. Then `note` says why, and `has_sharing_failed` whether an
-    attempt to share failed. If `is_template`, workers are forked from this holder, with everything that it has built.
-    `selftest_cases` are the inputs of the self-test, empty for a model without a self-test; `selftest_note` gives the
-    reason, or the limits of the self-test. `selftest_digest` is the digest of the answers to the self-test, "" if the
-    model does not repeat its answers.
+    Workers attach to `handle`. If nothing is shared, `handle` is "", `note` says why, and `has_sharing_failed` says
+    whether an attempt to share failed. If `is_template`, workers are forked from this holder, with everything that it
+    has built. `selftest_cases` are the inputs of the self-test; empty for a model without a self-test. `selftest_note`
+    says why there is no self-test, or names the limits of the self-test. `selftest_digest` is the digest of the
+    answers to the self-test, "" if the model does not repeat its answers.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -227,8 +227,8 @@ class Attached:
 class ProcessFailed:
     """child → daemon: build, attach or another order failed for `reason`. The process waits for `Stop` and exits.
 
-    `is_out_of_memory`: the card has no memory or no place for this process. A card may free memory some time after
-    another process has exited. `is_transient`: the cause may disappear by itself, like a full disk.
+    `is_out_of_memory`: the card has no free memory, or it cannot serve another process now. A card may free memory
+    some time after another process has exited. `is_transient`: the cause may disappear by itself, like a full disk.
     """
 
     reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -246,7 +246,7 @@ class Predict:
     """
 
     request: int = field(metadata=_REQUEST)
-    """Number that identifies the request. The daemon never assigns it again."""
+    """Number that identifies the request. The daemon gives this number to no other request."""
     description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
     """Description of the tensors, in the same bytes as in the client's request."""
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
@@ -296,8 +296,8 @@ class BeginBatch:
     The predicts differ only in the first dimension of their inputs. Each of them is answered, and can be cancelled
     until the batch starts, as if it had been sent alone. If `rows` exceeds the rows of the batch, the worker repeats
     the last row up to this number, because the model accepts no smaller number; 0 means no padding. `principal_ids` has
-    the number of the principal of each predict. A principal has the same number in every daemon. The list is empty if
-    batched results are not compared with results of single requests.
+    the number of the principal of each predict. The number of a principal stays the same after a restart of the
+    daemon. The list is empty if batched results are not compared with results of single requests.
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
@@ -337,7 +337,7 @@ class PredictCancelled:
 
 @dataclass(frozen=True)
 class MapRegion:
-    """daemon → worker: map the region whose file descriptor is attached. Its number `region` is never used again."""
+    """daemon → worker: map the region whose file descriptor is attached. No other region gets the number `region`."""
 
     region: int = field(metadata=_REQUEST)
 

@@ -47,11 +47,11 @@ class RowSupport:
     in a batch had bit for bit the same results as rows that ran alone. If it is false, `note` says which output
     differed, by how much and with how many rows, or why rows were not tested.
 
-    `batch_digest` is the digest of the answer to a predict with many rows, which workers must reproduce; "" if they
-    compare nothing. The test compared each number of rows up to `compared_rows`, with the other dimensions of the
-    self-test. `row_kind` is the kind of the rows in the test (`weightd_common.rowtest.rows`); a worker needs it to
-    reproduce `batch_digest`. `unequal_specials` lists kinds of special floats. For rows that contain such values,
-    batched results may differ from results of rows that run alone, even if `is_equal` is true.
+    `batch_digest` is the digest of the answer to a predict with many rows, which workers must reproduce; "" if workers
+    need not reproduce an answer. The test compared each number of rows up to `compared_rows`, with the other
+    dimensions of the self-test. `row_kind` is the kind of the rows in the test (`weightd_common.rowtest.rows`); a
+    worker needs it to reproduce `batch_digest`. `unequal_specials` lists kinds of special floats. For rows that
+    contain such values, batched results may differ from results of rows that run alone, even if `is_equal` is true.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)

@@ -108,10 +108,10 @@ class PageSharing(WeightSharing):
         """Do nothing: any process of this user may attach to a page store."""
 
     def attach(self, handle: str) -> SharedWeights:
-        """Replace pages of the built model by equal pages of the page store `handle`."""
+        """Replace pages of the built model by equal pages of the page store at the path `handle`."""
         try:
             if not handle:
-                return SharedWeights("", 0, "")  # the holder has already reported why it shares no weights
+                return SharedWeights("", 0, "")  # no note: the holder has already reported the reason
             sharing = pagesharing.attach_pages(handle, self._starts_before)
         except pagesharing.PageSharingUnavailable as error:
             return SharedWeights("", 0, f"weights are not shared: {error}")

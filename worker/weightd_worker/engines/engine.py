@@ -24,8 +24,9 @@ Arrays = Dict[str, Any]
 """Numpy arrays by tensor name. Inputs are in native byte order, in C order and aligned; outputs may have any layout."""
 
 Gears = Tuple[Tuple[int, ...], ...]
-"""The only sizes that a converted model supports. Each gear has one size for each free dimension of all inputs, in the
-order of the inputs."""
+"""All gears of a converted model. A gear is a combination of sizes that the model supports: one size for each free
+dimension of all inputs, in the order of the inputs. The model supports no other combinations.
+"""
 
 
 class BuildSettings(NamedTuple):
@@ -57,7 +58,10 @@ class BuildSettings(NamedTuple):
 
 
 class ModelSignature(NamedTuple):
-    """Inputs and outputs of a built model as the engine reports them. The model's file may describe others."""
+    """Inputs and outputs of a built model as the engine reports them.
+
+    They may differ from the inputs and outputs that the model's file declares.
+    """
 
     inputs: Tuple[TensorSignature, ...]
     outputs: Tuple[TensorSignature, ...]
@@ -154,7 +158,10 @@ class Engine(abc.ABC):
 
     @property
     def concurrency(self) -> int:
-        """Maximum number of predicts that may run at once, each in a separate thread. Known before the build."""
+        """Maximum number of predicts that may run at once, each in a separate thread.
+
+        This number is known before the build.
+        """
         return 1
 
     @property
@@ -227,7 +234,10 @@ class WeightSharing(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, handle: str) -> SharedWeights:
-        """Use the holder's weights instead of private ones, as far as possible. `build` got the same handle."""
+        """Use the holder's weights instead of private ones, as far as possible.
+
+        The caller has passed the same handle to `build`.
+        """
 
     @abc.abstractmethod
     def trim_store(self, handle: str) -> None:

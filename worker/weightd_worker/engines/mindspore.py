@@ -36,8 +36,8 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildError, EngineMissing, ModelCorrupted, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
-# Maximum number of stored combinations of input shapes that are known to be compatible. When it is exceeded, all are
-# dropped, and compiled again when they occur.
+# Maximum number of stored combinations of input shapes that are known to be compatible. If there are more, all stored
+# combinations are dropped. Each combination is then compiled again when it next occurs.
 _MAX_SHAPES = 4096
 
 
@@ -86,7 +86,7 @@ class MindSporeRank(RankEngine):
             self._library.communication.init()
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
-        """Load the slice, and set the input shapes in its file, with their free dimensions."""
+        """Load the slice. If its file declares free dimensions, set the input shapes that the file declares."""
         for name in options:
             raise BuildError(f"options.{name}: unknown; engine mindspore has no options")
         self._path = path

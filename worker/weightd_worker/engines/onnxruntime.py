@@ -73,8 +73,8 @@ class OnnxRuntime(CpuEngine):
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
         options.inter_op_num_threads = 1
-        # Allocate the weights outside of the arena. The arena is used by predicts, so its pages differ between
-        # processes.
+        # Allocate the weights outside of the arena. Predicts write to the arena, so its pages differ between processes
+        # and cannot be shared.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         options.add_session_config_entry("session.use_env_allocators", "1")
         # With memory patterns, the library would allocate one block for all memory of a predict. That is not faster,
@@ -110,13 +110,14 @@ class OnnxRuntime(CpuEngine):
     def signature(self) -> ModelSignature:
         """The signature of the session. Dimensions with a symbolic name are free.
 
-        The library reports the same shape for scalars and for unknown ranks, so these are distinguished by the file.
+        The library reports the same shape for scalars and for tensors of unknown rank. The file shows which of them
+        are scalars.
         """
         return self._signature
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the model has random operators. A fork would copy the state of the session's random generator."""
+        """Whether the model has random operators. A forked process would draw the same random numbers."""
         return is_stochastic(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
@@ -169,8 +170,8 @@ _GRAPH_NODE, _FUNCTION_NODE = 1, 7
 _NODE_INPUT, _OP_TYPE, _ATTRIBUTE = 1, 4, 5  # in a node
 _SUBGRAPH, _SUBGRAPHS = 6, 11  # in an attribute
 _INPUT, _OUTPUT = 11, 12  # in a graph
-_NAME, _TYPE = 1, 2  # in an input or output
-_TENSOR = 1  # in the type of an input or output
+_NAME, _TYPE = 1, 2  # field numbers in the message of an input or output
+_TENSOR = 1  # field number in the message of an input's or output's type
 _SHAPE = 2  # in a tensor type
 
 # Random operators whose names do not begin with "Random". Dropout operators are random as well if they have a third
@@ -215,7 +216,8 @@ def is_stochastic(path: Path) -> bool:
 
 def _is_node_stochastic(file: BinaryIO, node: Span) -> bool:
     """Return whether a node, or any node in its subgraphs, draws random numbers."""
-    # If the field op_type occurs several times, a full parser uses the last value. Here any value counts.
+    # If the field op_type occurs several times, a full parser uses the last value. Here the node counts as random if
+    # any of the values is a random operator.
     for kind in [_read_text(file, each) for each in _submessages(file, node, _OP_TYPE)]:
         if kind.startswith("Random") or kind in _RANDOM_OPS:
             return True

@@ -2,8 +2,8 @@
 
 All ranks of a rank group must get the same requests in the same order. If they do not, no library detects this: the
 library adds up data of different requests, and the answer is wrong without an error. Therefore the daemon sends each
-request to all ranks, and if one rank fails, the whole group is stopped. The only exception is a request that all ranks
-reject before they have sent data to each other (`RankRejected`).
+request to all ranks, and if one rank fails, the daemon stops the whole group. The only exception is a request that all
+ranks reject before they have sent data to each other (`RankRejected`).
 """
 
 from __future__ import annotations

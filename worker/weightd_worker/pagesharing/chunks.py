@@ -10,7 +10,7 @@ at the beginning of each page of private memory. (A block with a special alignme
 in addition to the first one. If such a block is resized, the first header is out of date, and the check below fails.)
 
 **Check.** Other data could look like a header. So the number and the total size of all mappings that were found,
-including small ones, must equal malloc's own counters. If they differ, no memory is used. A test block shows whether
+including small ones, must equal malloc's own counters. If they differ, no page is replaced. A test block shows whether
 the process uses glibc's malloc, and whether it writes such headers and counts its mappings.
 
 **Memory of this package.** The search must not find memory that this package itself uses. So no object in this module
@@ -20,8 +20,8 @@ that was in use during the search.
 **Smaller blocks.** Blocks below ``LARGE_BLOCK_BYTES`` are used only if they are from the build: malloc puts them in
 separate mappings only between ``start_build`` and the replacement, and mappings that existed before the build are
 excluded. Some of these blocks may be tables of the interpreter's containers. The interpreter does not write to them
-between the comparison of a page and its replacement. The first page of a block, which may have a reference count, is
-not used.
+between the comparison of a page and its replacement. The first page of a block, which may contain the reference count
+of a Python object, is not used.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_REGIONS = 100000
-"""Maximum number of memory mappings of a process that can share pages. With more, the list of them would be a block of
-1 MiB, which the search would find. The kernel's default limit is 65,530."""
+"""Maximum number of memory mappings of a process that can share pages. A list of more mappings would take a block of 1
+MiB, which the search would find. The kernel's default limit is 65,530.
+"""
 
 _MAPS = Path("/proc/self/maps")
 _ENTRY_BYTES = 8
@@ -136,9 +137,9 @@ class Pagemap:
 
 POOL_BYTES = 256 << 20
 """Size of a memory pool of MindSpore Lite's runner in bytes. The runner allocates pools from the kernel by libnuma, and
-puts rearranged weights into them. A mapping of exactly this size, or a multiple, that exists only since the build is a
-pool: malloc makes no mappings of this size, and no stack is as large. If a pool is adjacent to other memory, /proc
-shows one larger mapping, and the pool is not used."""
+puts rearranged weights into them. A mapping that did not exist before the build counts as a pool if its size is this
+number or a multiple: malloc makes no mappings of this size, and no stack is as large. If a pool is adjacent to other
+memory, /proc shows one larger mapping, and the pool is not used."""
 
 LARGE_BLOCK_BYTES = 1 << 20
 """Minimum size in bytes of blocks that are always used. The interpreter allocates no blocks of this size."""
@@ -302,7 +303,7 @@ def mapping_size(header: Optional[bytes]) -> int:
     if header is None or len(header) != _HEADER.size:
         return 0
     before, size = _HEADER.unpack(header)
-    # This comparison checks both that the flags are correct and that the size is a multiple of the page size.
+    # The remainder is _IS_MMAPPED only if the flags are correct and the size itself is a multiple of the page size.
     if before != 0 or size % PAGE != _IS_MMAPPED:
         return 0
     return int(size) - _IS_MMAPPED

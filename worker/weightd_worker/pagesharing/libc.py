@@ -169,7 +169,7 @@ class Libc:
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
     def resident_pages(self, address: int, length: int) -> int:
-        """Return the number of pages of a mapping that are in memory, for any process."""
+        """Return the number of pages of a file mapping that are in memory, whether or not a process uses them."""
         flags = np.empty(-(-length // PAGE), dtype=np.uint8)
         self._checked(self._mincore(address, length, flags.ctypes.data))
         return int(np.count_nonzero(flags & 1))

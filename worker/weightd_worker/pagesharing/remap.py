@@ -26,8 +26,8 @@ _MAPPINGS_PER_EXCHANGE = 2  # replacing the middle of a mapping splits it in thr
 def affordable_exchanges() -> int:
     """Return the maximum number of replacements by the kernel's limit of mappings per process.
 
-    They may use half of the mappings that this process may still make. The other half is left for the rest of the
-    process.
+    The replacements may use half of the mappings that this process may still make. The other half is left for the rest
+    of the process.
     """
     free = min(chunks.mapping_limit() - chunks.count_mappings(), chunks.MAX_REGIONS)
     return max(free // 2 // _MAPPINGS_PER_EXCHANGE, 0)
@@ -89,7 +89,8 @@ class Remapper:
                 self._libc.map_new(address, length)
                 self._libc.copy(address, source, length)
         except OSError as error:
-            # Memory of the engine is lost. If the process continued, it would crash later or give wrong answers.
+            # Memory of the engine is lost. End the process, because otherwise it would crash later or give wrong
+            # answers.
             sys.stderr.write(f"weightd: lost memory while sharing pages: {error}\n")
             os.abort()
 

@@ -17,8 +17,9 @@ _MAX_TRIED_COPIES = 8
 longest run of equal pages begins is used."""
 
 _FIRST_COMPARED = 64
-"""Number of pages that are compared first to find the length of a run. It is doubled with each further comparison, so
-that few pages are compared for a short run."""
+"""Number of pages that are compared first to find the length of a run. Each further comparison takes twice as many
+pages as the one before, so a short run costs little.
+"""
 
 
 class Run(NamedTuple):
@@ -111,7 +112,7 @@ def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
 
 
 def longest_runs(runs: Sequence[Run], count: int) -> List[Run]:
-    """Return the ``count`` longest runs, in the order of ``runs``."""
+    """Return the ``count`` longest runs, in the order in which they are in ``runs``."""
     if len(runs) <= count:
         return list(runs)
     ranked = sorted(range(len(runs)), key=lambda index: -runs[index].page_count)

@@ -147,7 +147,8 @@ def _quiesce() -> Generator[None, None, None]:
 
     An OSError or MemoryError in the block is converted to PageSharingUnavailable.
     """
-    # Put smaller blocks into the heap again: memory that is allocated from here on is not the model's.
+    # Make malloc put smaller blocks into the heap again: the model is built, so memory that is allocated from here on
+    # does not belong to it.
     prepare()
     if tracemalloc.is_tracing():
         raise PageSharingUnavailable("tracemalloc is on, which writes to memory at any time")

@@ -89,8 +89,8 @@ class NewStore:
             raise
 
     def _reserve(self) -> None:
-        # On a file system in memory, reserved space would take memory at once. There, the file takes memory block by
-        # block, while the private pages that it replaces are freed.
+        # Reserve space only on disk. On a file system in memory, all reserved space would take memory at once. Without
+        # a reservation, the file takes memory block by block, while the private pages that it replaces are freed.
         if is_on_disk(self.path):
             try:
                 os.posix_fallocate(self.fd, 0, size_of(self.page_count))

@@ -89,10 +89,10 @@ class ReferenceAnswer:
         return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
     def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
-        """Return inputs with another number of rows than the self-test has, and "".
+        """Return a pair: inputs with another number of rows than the self-test has, and "".
 
-        If this is impossible, return {} and the reason. All ranks have the same self-test and signature, so the method
-        returns the same in all ranks.
+        If there can be no such inputs, return {} and the reason. All ranks have the same self-test and signature, so
+        the method returns the same in all ranks.
 
         Args:
             allowed_batch_sizes: the only numbers of rows that the model supports; empty for any number.
@@ -127,7 +127,7 @@ class ReferenceAnswer:
         Args:
             batch_inputs: the inputs from `with_other_row_count`.
             answer: the answer to `batch_inputs`; empty if they were not run or were rejected.
-            reason: why `answer` is empty; "" if it is not.
+            reason: why `answer` is empty; "" if `answer` is not empty.
         """
         if self._row_share is None:
             return None

@@ -37,7 +37,8 @@ def find_row_support(
         reference: the self-test.
         rebuild: function that builds the model again after a predict has corrupted it.
         announce: function that announces the shapes of the next predict to the daemon. It is called before the first
-            predict of each number of rows, because this predict may crash the process, and with () after the last one.
+            predict of each number of rows, because this predict may crash the process. After the last predict, it is
+            called with ().
         sample: the self-test's inputs; None if they are generated.
 
     Raises:

@@ -5,7 +5,7 @@ MindSpore Lite crashes if an image is too small for a convolution. So the search
 announces each case to the daemon before it runs. If the case crashes the holder, the next holder skips this case.
 
 After the first case on which the model runs, the search tries a second case, in which all free dimensions are larger.
-It shows whether the model can be resized, and which dimensions of its outputs are free.
+The second case shows whether the model can be resized, and which dimensions of its outputs are free.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Runs = Tuple[SelfTestRun, SelfTestRun]
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
 """Function that reports to the daemon the cases that run next, and the cases that have failed."""
 
-# Sizes that the search tries for all free dimensions, including the batch size. On a card whose gears are not known, it
-# tries them as well.
+# Sizes that the search tries for all free dimensions, including the batch size. The search also tries these sizes on a
+# card whose gears are not known.
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 224)
 
 # Sizes that the search tries for the free dimensions of images, with batch size 1. Most image networks halve the size
@@ -95,7 +95,7 @@ def find_selftest(
 
 
 def candidate_cases(signature: ModelSignature, gears: Gears = ()) -> Iterator[SelfTestCase]:
-    """Yield the cases that the search tries, the most common shapes first. If the model has gears, yield only these."""
+    """Yield the cases that the search tries, the most common shapes first. If the model has gears, yield only gears."""
     if gears:
         yield from (_case_of_gear(signature, iter(gear)) for gear in gears[: limits.MAX_SELFTEST_UNFIT_CASES])
     elif any(each.shape is None for each in signature.inputs):
@@ -205,7 +205,7 @@ def _merge_runs(one: SelfTestRun, other: SelfTestRun) -> SelfTestRun:
 
 
 def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCases, sample: Optional[Arrays]) -> Runs:
-    """Run the configured cases twice."""
+    """Run the configured cases twice and return both runs."""
     for case in cases:
         _check_case(engine.signature, case)
     announce(cases, ())
@@ -285,7 +285,7 @@ def _case_bytes(signature: ModelSignature, case: SelfTestCase) -> int:
 def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
     """Return the case in which each dimension is the largest of this dimension in all cases; {} without cases.
 
-    If the first dimension of an input is free, it is at least `rows`.
+    In the result, the first dimension of an input is at least `rows` if it is free.
     """
     case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
@@ -300,8 +300,8 @@ def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> 
 def midpoint_case(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
     """Return the case in which each dimension is the mean of the dimensions in two cases.
 
-    Libraries choose kernels by the divisors of a size. For example, sizes 64 and 128 may use the same kernel, but size
-    96 another one, which should be tested as well.
+    Libraries choose kernels by the divisors of a size. For example, a library may use one kernel for the sizes 64 and
+    128, but another for the size 96. Both kernels should be tested.
     """
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
 

@@ -111,8 +111,8 @@ def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, 
     if len({len(shape) for shape in seen}) != 1:
         return output
     if output.shape is not None and len(seen[0]) == len(output.shape):
-        # A dimension is free if the self-test shows another size: for a free dimension, an engine may report the
-        # largest size.
+        # A dimension is free if its size in a run of the self-test differs from the size that the engine reports: for a
+        # free dimension, an engine may report the largest size.
         dims = tuple(dim if {dim}.issuperset(each) else -1 for dim, *each in zip(output.shape, *seen))
         return TensorSignature(output.name, output.datatype, dims)
     dims = tuple(each[0] if len(set(each)) == 1 and len(seen) > 1 else -1 for each in zip(*seen))
@@ -279,7 +279,8 @@ class AnswerVerifier:
     def _batch_size(self, shapes: Mapping[str, Sequence[int]]) -> Optional[int]:
         """Return the batch size of inputs with these shapes.
 
-        The result is None if the inputs have different first dimensions, or other free dimensions than the first one.
+        The result is None if the first dimensions of the inputs differ, or if a dimension other than the first is
+        free.
         """
         sizes = {shapes[name][0] for name in self._inputs_with_batch}
         return sizes.pop() if self._is_only_batch_free and len(sizes) == 1 else None
@@ -287,7 +288,8 @@ class AnswerVerifier:
     def _has_batch_dim(self, name: str) -> bool:
         """Return whether the output's first dimension was the batch size in all cases of the self-test.
 
-        The result is False if all cases have the same batch size, because the dimension may be equal by chance.
+        The result is False if all cases have the same batch size, because the output's dimension may then equal the
+        batch size by chance.
         """
         batches = [self._batch_size(case) for case in self._reference.cases]
         return len(set(batches)) > 1 and all(

@@ -120,7 +120,8 @@ class Session(abc.ABC):
                 self._runner.regions.clear()
                 self._send(Reconnected(self._runner.step))
             else:
-                # The new daemon may not have received the failure message, but it will notice that this process exits.
+                # Exit now: the new daemon may not have received the failure message, but it will notice that this
+                # process exits.
                 return Stop(), ()
 
     def _on_messages(self, messages: Sequence[Sequence[Any]]) -> None:
@@ -131,8 +132,8 @@ class Session(abc.ABC):
             elif isinstance(order, CancelPredict):
                 self._on_cancel_predict(order)
             elif isinstance(order, MapRegion):
-                # Map the region at once, even if earlier predicts are queued. The number is new, or the same region is
-                # mapped again, so that no queued predict uses this number for another region.
+                # Map the region at once, even if earlier predicts are queued. This is safe, because no queued predict
+                # uses the region's number for another region: the number is new, or the same region is mapped again.
                 self._inbox.cancel_unmap(order.region)
                 self._runner.regions.map(order.region, self._connection.take_descriptor())
             else:

@@ -56,7 +56,7 @@ class ModelInputs(NamedTuple):
     def answers_path(self) -> str:
         """The path at which the holder stores its answers to the self-test.
 
-        If there is a tolerance, workers compare their answers with these.
+        If a tolerance is configured, workers compare their answers with the stored answers.
         """
         return f"{self.store}.answers"
 
@@ -255,7 +255,7 @@ class ModelBuilder:
     def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
         """Return the largest known shape of requests: the configured maximum, or else the largest of these cases.
 
-        The result is {} if that is the shape of all cases.
+        The result is {} if all cases have this shape.
 
         Raises:
             BuildError: the configured `max_shape` does not fit this model.
@@ -336,8 +336,8 @@ def load_weights(path: str) -> Arrays:
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}") from None
     except (ValueError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        # Some of these exceptions are raised for an .npy file: np.load returns a plain array for it, which is no
-        # context manager and has no attribute `files`.
+        # Some of the exceptions caught here show that the file is an .npy file: np.load then returns a plain array,
+        # which is no context manager and has no attribute `files`.
         raise BuildError(f"{path}: expected an .npz of plain arrays: {_describe_problem(path, str(error))}") from None
     if not arrays:
         raise BuildError(f"{path}: expected at least one array, got none")

@@ -285,7 +285,10 @@ class UnlockedEngine:
         return getattr(self._engine, name)
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model. If one of the pool's threads calls this method, release the lock meanwhile."""
+        """Run the model.
+
+        If one of the pool's threads calls this method, release the lock of `PredictThreads` while the engine runs.
+        """
         if threading.get_ident() not in self._threads.thread_ids:
             return self._engine.predict(inputs)
         self._threads.lock.release()

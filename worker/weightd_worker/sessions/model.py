@@ -174,7 +174,9 @@ class WorkerSession(Session):
             self._trim_store(order)
 
     def _build(self, order: Build) -> None:
-        """Build the model, find its self-test and share its weights. Then check that the self-test's answers are equal.
+        """Build the model, find its self-test and share its weights.
+
+        Then check that sharing the weights has not changed the self-test's answers.
 
         Raises:
             BuildError: the model cannot be built, or sharing the weights has changed an answer.
@@ -184,7 +186,7 @@ class WorkerSession(Session):
         reference, row_support, first_case = builder.build_holder(order)
         engine.release_cached_memory()
         shared_weights = self._share_weights(reference, bytes_before)
-        if self._template_model is None:  # in a template, `freeze_memory` has already dropped them
+        if self._template_model is None:  # a template has dropped these pages in `freeze_memory`
             drop_unchanged_pages()
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
@@ -218,8 +220,8 @@ class WorkerSession(Session):
     def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
         """Share the built model: as a template from which workers are forked if possible, otherwise by the engine.
 
-        The process becomes no template if the model has no repeatable self-test or draws random numbers, because all
-        forked workers would draw the same numbers.
+        A process whose model draws random numbers must not become a template, because all workers forked from it would
+        draw the same numbers. A model without a repeatable self-test may draw random numbers, too.
         """
         forker = self._sharing_plan.forker if reference.digest and not self._engine.is_stochastic else None
         reason = forker.cannot_fork_reason() if forker is not None else ""
@@ -270,8 +272,8 @@ class WorkerSession(Session):
         if inherited_model is None:
             builder.build_worker(order)
             answer_before = builder.run_selftest(order.selftest_cases)
-            # Run the self-test again after attaching to shared weights. Without them, a second run is needed only if it
-            # is not known whether the model repeats its answers.
+            # Run the self-test again after attaching to shared weights. Without shared weights, a second run is needed
+            # only if it is not known whether the model repeats its answers.
             needs_second_run = bool(order.handle) or not order.selftest_digest
             if needs_second_run:
                 engine.release_cached_memory()
@@ -288,7 +290,8 @@ class WorkerSession(Session):
             engine, reference if is_repeatable else reference._replace(digest=""), builder.sample, self._tolerance
         )
         self._configure_batching(order)
-        # A worker that was forked from a template has the same memory as the holder and need not be compared with it.
+        # A worker that was forked from a template has the same memory as the holder, so its answers need not be
+        # compared with the holder's.
         has_row_difference = inherited_model is None and builder.has_row_difference(order)
         digest = reference.digest
         # Take the baseline of retained memory first, so that it includes the memory of the self-test, because a predict

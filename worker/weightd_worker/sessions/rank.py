@@ -142,8 +142,8 @@ class RankSession(GroupSession):
             self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
         row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.max_rows > 1 else None
         if rendezvous.cores:
-            # Bind the process to its cores only now, when the library has started all its threads. If that fails, the
-            # rank is only slower.
+            # Bind all threads of the process to its cores. This must happen after the library has started all its
+            # threads. Ignore a failure, because it only makes the rank slower.
             with contextlib.suppress(OSError):
                 set_cpu_affinity(parse_cpulist(rendezvous.cores))
         self._send(SelfTestDone(digest, (reference.case,), row_support, self._engine.memory()))
@@ -210,7 +210,7 @@ class LockstepRunner(Predictor):
         self._is_replying = is_replying
 
     def shard_rows(self, inputs: Sequence[str], rank_count: int) -> None:
-        """Reject requests from now on if the number of rows in `inputs` is not a multiple of `rank_count`."""
+        """From now on, reject requests whose number of rows in `inputs` is not a multiple of `rank_count`."""
         self._engine = cast(Engine, RowShardedEngine(cast(RankEngine, self._engine), inputs, rank_count))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
@@ -260,7 +260,7 @@ class LockstepRunner(Predictor):
         self._reply(*replies)
 
     def _next_step_error(self, orders: Sequence[Predict]) -> str:
-        """Check that these requests have the next steps, and count them. Return an error text, or "" if they have."""
+        """Check that the requests have the next steps, and store the last step. Return "" or an error text."""
         for order in orders:
             if order.step != self.step + 1:
                 return f"step: expected {self.step + 1}, got {order.step}"
@@ -304,7 +304,7 @@ def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
 def _serve_ranks(serve: Callable[[], None]) -> int:
     """Run the broker and return the exit status: RANK_LOST if a rank was lost. The log contains the cause.
 
-    The library itself ends a broker with the same status.
+    The engine's library may also end the broker process itself. It then uses the same exit status.
     """
     try:
         serve()

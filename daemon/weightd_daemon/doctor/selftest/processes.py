@@ -100,7 +100,7 @@ class SelfTestProcesses:
     Args:
         program: the worker program that each child runs.
         step_timeout_s: the timeout of each step in seconds.
-        prefix: the prefix of the directory for the socket.
+        prefix: the prefix of the name of the directory for the socket.
         directory: the directory for the logs and, for a model on the CPU, the page store. Default: the socket's
             directory.
 
@@ -168,7 +168,7 @@ class SelfTestProcesses:
         step: str,
         on_announce_selftest: Callable[[AnnounceSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
-        """Wait for a child's next message, which must be a `message_type`; let announced self-tests run before.
+        """Wait for a child's next message, which must be a `message_type`. Let the self-tests run that it announces.
 
         Raises:
             ChildError: the child sent another message, or no message in time; the text names the child and the step.
@@ -206,7 +206,8 @@ class SelfTestProcesses:
         while not self._received[name]:
             events = dict(poller.poll(math.ceil(event_loop.clamp_wait(deadline - event_loop.now()) * 1000)))
             if process.pidfd in events:
-                # The child's last message may still be on its way through libzmq. It has precedence over the exit.
+                # Wait for the child's last message, which may still be on its way through libzmq. The message has
+                # precedence over the exit.
                 self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
             self._receive_messages(step)
             if not self._received[name] and process.pidfd in events:

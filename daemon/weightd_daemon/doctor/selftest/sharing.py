@@ -93,7 +93,7 @@ _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascen
 
 
 AnswerFrames = tuple[bytes, ...]
-"""A worker's answer: the digest of its outputs in the self-test, or the outputs of a predict, one frame for each."""
+"""A worker's answer: the digest of its outputs in the self-test, or one frame for each output of a predict."""
 
 
 def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], report: InterpreterReport) -> Findings:
@@ -180,7 +180,7 @@ def format_mib(size: int) -> str:
 
 def _check_answer(built: Built, attached: Attached) -> Verdict:
     if not built.selftest_digest:
-        # `weightd serve` logs the same text.
+        # Use the text that `weightd serve` logs.
         found = (
             f"no self-test: {built.selftest_note}: only a self-test shows that a worker computes with the right weights"
         )
@@ -194,7 +194,7 @@ def _check_answer(built: Built, attached: Attached) -> Verdict:
 def _check_memory(
     children: SelfTestProcesses, built: Built, attached: Attached, free_bytes_before: int | None
 ) -> Verdict:
-    """Check that the worker took less memory than the weights, or otherwise less than a worker with its own copy."""
+    """Check that the worker took less memory than the weights, or clearly less than a worker with its own copy."""
     if built.device is None or attached.device is None:
         return untestable("the device's memory cannot be read", "compare npu-smi info before and after by hand")
     worker_bytes = built.device.free_bytes - attached.device.free_bytes
@@ -327,7 +327,7 @@ def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
 
 
 def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
-    """Build in a holder; if it crashes on self-test inputs, try others in a new holder, as `weightd serve` does."""
+    """Build in a holder. If self-test inputs crash it, try other inputs in a new holder, as `weightd serve` does."""
     search = SelfTestSearch(selftest)
     while True:
         children.send_order(HOLDER, search.build_message(pids))
@@ -358,7 +358,7 @@ def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, han
         children.send_order(name, Attach(handle, built.selftest_cases))
         return children.wait_for(name, Attached, "build with the handle" if handle else "build a private copy")[0]
     finally:
-        # The next step needs the worker's memory, and its share of the device's process limit.
+        # Kill the worker, because the next step needs its memory, and the device limits the number of processes.
         children.kill(name)
 
 

@@ -30,13 +30,13 @@ class LoadQueue:
         return list(self._waiting.values())
 
     def put(self, model: str, tenant: str) -> None:
-        """Add a model for which a tenant has sent a request; a model that waits already keeps place and tenant."""
+        """Add a model for which a tenant has sent a request; a waiting model keeps its place and its tenant."""
         self._waiting.setdefault(model, tenant)
 
     def take(self) -> Iterator[tuple[str, str]]:
         """Remove and yield the models whose load may start now, each with its tenant.
 
-        For each model that the caller loads, it calls `on_starting` before it takes the next model.
+        The caller must call `on_starting` for each model that it loads, before it takes the next one.
         """
         while self._waiting and len(self._starting) < self.max_starting:
             model = next(iter(self._waiting))

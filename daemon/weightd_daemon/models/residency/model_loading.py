@@ -91,7 +91,7 @@ class ModelLoading:
         self.apply_availability()
 
     def load_on_demand(self, tenant: str) -> None:
-        """Start to load the model for a tenant's request, which waits; call this only while `is_unloaded`.
+        """Start to load the model for a waiting request of a tenant; call this only while `is_unloaded` is True.
 
         Raises:
             RequestError: the model does not load on demand or exceeds the tenant's budget, or too many models wait for
@@ -114,7 +114,7 @@ class ModelLoading:
         """Unload the model from all devices. Queued requests fail, unless the model loads on demand.
 
         Args:
-            now: the clock.
+            now: the time in monotonic seconds.
             forget_snapshot: whether the next load reads the model files again, instead of loading their snapshot.
         """
         self._advance(ModelPhaseEvent.UNLOAD)

@@ -115,7 +115,7 @@ class NeedMeter:
                 continue
             if sum(each.model == reservation.model for each in reservations) > 1:
                 self._due_at[label] = now + _FIRST_DELAY_S
-                continue  # `measure` returns the memory of both generations together
+                continue  # `measure` would return the memory of all generations together
             nbytes = self._measure(reservation.model)
             self._due_at[label] = now + (_POLL_INTERVAL_S if nbytes is None else _INTERVAL_S)
             if nbytes is not None:
@@ -137,9 +137,9 @@ def estimate_bytes(request: ResourceRequest) -> int:
 def card_need_bytes(request: ResourceRequest, card: DeviceBudget | None, capacity_bytes: int | None) -> int:
     """Return the memory in bytes that a generation needs on a card.
 
-    If the memory of a process besides the weights is neither configured nor measured, the smallest value of other
-    models on the card is used. The estimate is limited to `capacity_bytes`, so that no model is refused because of an
-    estimate alone.
+    If the memory of a process besides the weights is neither configured nor measured, the smallest value that other
+    models on the card have is used. The estimate is limited to `capacity_bytes`, so that no model is refused because of
+    an estimate alone.
     """
     observed = [each.process_bytes for each in card.reserved.values() if each.process_bytes] if card else []
     if request.process_bytes or not observed:

@@ -1,9 +1,9 @@
 """Decides which models are in memory (their residency), within the budgets of the host, the cards and the tenants.
 
-`ResidencyTable` decides without I/O. It receives events and the clock, and `plan` returns the grants and unloads that
-are due. The memory of a generation is reserved from before its first process starts until its last process has exited.
-So the reservations exceed the budget of a memory pool or of a tenant only after the budget was lowered, or if an
-earlier daemon has loaded the generations.
+`ResidencyTable` decides without I/O. It receives events and the current time, and `plan` returns the grants and unloads
+that are due. The memory of a generation is reserved from before its first process starts until its last process has
+exited. So the reservations exceed the budget of a memory pool or of a tenant only after the budget was lowered, or if
+an earlier daemon has loaded the generations.
 
 If memory is short, models that load on demand are unloaded to free memory for each other: first the models of the
 tenant that uses most memory in relation to its weight, and of these the least recently used one. Models that load at
@@ -54,7 +54,7 @@ class ResidencyTable:
 
     Args:
         budgets: the limits of the reservations.
-        find: returns the facts about the model with a name.
+        find: called with the name of a model; returns the facts about this model.
         charge: called with a tenant, a model and the byte-seconds of memory to charge to the tenant.
 
     Attributes:
@@ -76,7 +76,7 @@ class ResidencyTable:
     # --- events -------------------------------------------------------------------------------------------------
 
     def request(self, label: str, model: str, need: MemoryNeed) -> None:
-        """Record that a generation waits for memory, which `plan` grants later; a second call has no effect."""
+        """Record that a generation waits for memory until `plan` grants the memory; a second call has no effect."""
         if label not in self.reservations.by_label:
             reservation = self.reservations.by_label[label] = Reservation(label, model, need, self._find(model).owner)
             reservation.advance(ReservationEvent.REQUEST)
@@ -162,7 +162,7 @@ class ResidencyTable:
         return self._update_rejection_reason(model, sum(need.values()))
 
     def _update_rejection_reason(self, model: str, nbytes: int) -> str:
-        """Return why the tenant's budget can never hold the serving generation of the model and a new one, or "".
+        """Return why the tenant's budget can never hold the serving and a new generation of the model together, or "".
 
         The size of the new generation is `nbytes`.
         """
@@ -178,7 +178,8 @@ class ResidencyTable:
     def plan(self, now: float) -> list[Grant | Unload]:
         """Return the grants and unloads that are due.
 
-        The table has recorded each grant already. The caller reports the beginning of each unload with `on_release`.
+        The table has already recorded the grants. The caller carries out the unloads, and calls `on_release` when each
+        one begins.
         """
         self._accrue(now)
         self._next_event_at = _NEVER
@@ -201,8 +202,8 @@ class ResidencyTable:
             victims = self._find_victims(waiting, waiting.need, now, promised, unloads)
             if victims is not None:
                 unloads.update((each, f"its memory is needed for {waiting.model}") for each in victims)
-                # The memory that becomes free is kept for this generation, so that no smaller one that comes later
-                # takes it.
+                # Keep the memory that the unloads free for this generation. Otherwise a smaller generation, whose turn
+                # comes later, would take it.
                 for pool, nbytes in waiting.need.items():
                     promised[pool] = promised.get(pool, 0) + nbytes
         return [*grants, *(Unload(model, reason) for model, reason in unloads.items())]
@@ -246,7 +247,7 @@ class ResidencyTable:
                 self._wake_at(due_at)
 
     def _settle_excess(self, now: float, unloads: dict[str, str]) -> None:
-        """Raise the reservations of generations that take more than reserved, or unload models if no memory is free."""
+        """Reserve what generations take beyond their reservations, or unload models if too little memory is free."""
         for each in self.reservations:
             if each.excess is None or each.model in unloads:
                 continue
@@ -288,8 +289,8 @@ class ResidencyTable:
     def _waiting_in_turn(self) -> list[Reservation]:
         """Return the waiting generations in the order in which they get memory.
 
-        Generations of pinned models come first. Generations of tenants that use less memory in relation to their weight
-        come earlier.
+        Generations of pinned models come first. After them, a generation comes the earlier, the less memory its tenant
+        uses in relation to the tenant's weight.
         """
         waiting = [each for each in self.reservations if each.is_waiting]
         if len(waiting) < 2:

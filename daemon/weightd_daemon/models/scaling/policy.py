@@ -1,10 +1,11 @@
 """Decides how many workers a model has, if the configuration gives a range instead of a number.
 
-`WorkerScaling` decides without I/O: it receives the load and the clock, and returns the wanted number. It guarantees:
+`WorkerScaling` decides without I/O: it receives the load and the current time, and returns the wanted number. It
+guarantees:
 
 - The number stays within the configured range.
-- In one step, the number at most doubles. The next step upwards follows only after all workers of the last one serve.
-- The number falls only by workers that were idle for `WorkerRange.idle` seconds.
+- One step at most doubles the number. The number grows again only after all workers of the last step serve.
+- The number falls at most by the number of workers that were idle for `WorkerRange.idle` seconds.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class WorkerScaling:
             now: the time in monotonic seconds.
         """
         if self._grown_at is None:
-            # How long the workers were idle before the first call is unknown, so their idle time begins now.
+            # This is the first call. How long the workers have been idle is unknown, so their idle time begins now.
             self._grown_at = now
         self.observe(target, load.waiting, now)
         wanted = self._grown(target, load, now)
@@ -115,7 +116,7 @@ class WorkerScaling:
         is_effective = len(load.workers) >= target * self._device_count
         if self._waiting_since is None or now < self._waiting_since + WAIT_S or not is_effective:
             return target
-        # By at most doubling, the number reaches any value in a few steps, but one burst of requests does not start all
+        # A step at most doubles the number: a few steps reach any number, but one burst of requests does not start all
         # workers.
         step = min(-(-load.waiting // self._device_count), target)
         wanted = min(target + step, self._bounds.max)
@@ -135,7 +136,7 @@ class WorkerScaling:
         return wanted
 
     def _idle_at(self, worker: WorkerUse, now: float) -> float:
-        """Return the time at which a worker may be stopped because it was idle for long enough, if no batch arrives."""
+        """Return when the worker will have been idle long enough to be stopped, if it gets no batch until then."""
         since = now if worker.idle_since is None else worker.idle_since
         return max(since, now if self._grown_at is None else self._grown_at) + self._bounds.idle
 

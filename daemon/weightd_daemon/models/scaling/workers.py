@@ -118,7 +118,7 @@ class ScaledWorkers:
     def _set_target(self, workers: int, idle: Sequence[str], now: float) -> None:
         """Set the number of workers on each device for the loading and serving generations, and for later ones.
 
-        Surplus workers are stopped in the order of `idle`.
+        `idle` has the names of the idle workers; surplus workers are stopped in this order.
         """
         for deployment in self._deployments:
             deployment.worker_target = workers

@@ -69,7 +69,8 @@ class ShimClient:
         self._buffer = b""
         # The descriptor that was received with the last reply, until `_take_descriptor` returns it.
         self._received_descriptor = _NO_DESCRIPTOR
-        # Request numbers that no earlier daemon has used: unread replies to earlier daemons may still be in the socket.
+        # Numbers that no earlier daemon has used for its requests. By the number, `_read_reply` recognizes and skips a
+        # reply to an earlier daemon that is still in the socket.
         self._request_ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._call({"children": True})["pid"]
@@ -79,7 +80,7 @@ class ShimClient:
 
     @property
     def descriptor(self) -> int:
-        """The daemon's end of the shim's socket. The shim and its children live as long as a duplicate is open."""
+        """The daemon's end of the shim's socket. The shim exits when this descriptor and its duplicates are closed."""
         return self._socket.fileno()
 
     def surviving_processes(self) -> list[SurvivingProcess]:
@@ -137,7 +138,7 @@ class ShimClient:
         except ChildProcessError:
             raise ShimLost(f"process {survivor.pid} exited with its shim") from None
         except OSError:
-            # Without a descriptor, the daemon would not notice the exit of the child.
+            # Kill the child: without a descriptor, the daemon would not notice its exit.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(survivor.pid, signal.SIGKILL)
             self._reap(survivor.pid)
@@ -155,7 +156,8 @@ class ShimClient:
 
     def stop(self, timeout_s: float) -> None:
         """Stop the shim with its children, and wait for its exit; after `timeout_s` seconds, kill the shim."""
-        # The shim reads the end of the stream and stops. This end of the socket stays open to see when the shim exits.
+        # The shutdown makes the shim read the end of the stream and exit. The daemon's end stays open for reading, so
+        # that `_has_exited` can detect the exit.
         with contextlib.suppress(OSError):  # the shim has exited
             self._socket.shutdown(socket.SHUT_WR)
         if not self._has_exited(timeout_s):
@@ -164,13 +166,14 @@ class ShimClient:
         self.close()
 
     def _kill(self) -> None:
-        # As long as the shim has not exited, no other process can have its pid.
+        # As long as the shim has not exited, no other process can have its pid, so the signal cannot hit another
+        # process.
         if not self._has_exited():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _has_exited(self, timeout_s: float = 0.0) -> bool:
-        """Return whether the shim exits within `timeout_s` seconds, which closes its end of the socket."""
+        """Return whether the shim exits within `timeout_s` seconds. Its exit closes its end of the socket."""
         poller = select.poll()
         # Without POLLIN, the poll ignores unread replies. It reports only that the shim's end was closed.
         poller.register(self._socket, 0)
@@ -180,7 +183,7 @@ class ShimClient:
         try:
             status: int = self._call({"reap": pid})["status"]
         except ShimLost:
-            return None  # the child had exited before the shim, or has died with it
+            return None  # only the shim, which has exited, could read the exit status
         return status
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +203,8 @@ class ShimClient:
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
             if not newline:
-                # `event_loop.poll`, unlike `recv`, does not count the time for which this process is stopped.
+                # Unlike a timeout of `recv`, the timeout of `event_loop.poll` does not count the time for which this
+                # process is suspended, for example by SIGSTOP.
                 if not event_loop.poll(self._poller, _TIMEOUT_S):
                     raise OSError("timed out")
                 more, descriptors, flags, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, 1)
@@ -245,11 +249,12 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # Report this like every other reason why the shim cannot be started, with a text that names the reason.
+            # Raise a plain OSError, as for every other reason why the shim cannot be started. Its text names the
+            # reason.
             raise OSError(errno.EBUSY, "another shim uses the directory", str(directory)) from None
-        # Python runs isolated and without site-packages, which the shim does not need and which would double its
-        # memory. `directory` is the last path that the shim removes: `wait_until_exited` takes its absence as the sign
-        # that the shim has finished.
+        # Python runs isolated and without site-packages: the shim does not need these packages, and they would double
+        # its memory. `directory` is the last argument, so that the shim removes it last: `wait_until_exited` takes the
+        # absence of `directory` as the sign that the shim has finished.
         argv = [
             sys.executable,
             "-I",

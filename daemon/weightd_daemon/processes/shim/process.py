@@ -72,12 +72,13 @@ class Shim:
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
             if "adopt" in request:
-                # This call raises an error if the process is not a child of the shim.
+                # Refuse a process that is not a child of the shim: for such a process, this call raises an error.
                 os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
             if "watch" in request:
-                # As for "adopt", this call raises an error if the process is not a child of the shim.
+                # Refuse a process that is not a child of the shim, as for "adopt": for such a process, this call raises
+                # an error.
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 return {"pid": request["watch"], _DESCRIPTOR_KEY: exit_watch.watch_exit(request["watch"])}
             if "orphans" in request:
@@ -95,7 +96,8 @@ class Shim:
     def kill_all(self) -> None:
         """Kill every child, the latest first, so that holders outlive their workers."""
         kill_all(reversed(self._children))
-        # Kill the orphans last: until they were killed, children could fork further processes.
+        # Kill the orphans after the known children, because a known child can fork further processes until it is
+        # killed.
         kill_all(find_orphans(self._children))
 
 
@@ -109,8 +111,8 @@ def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
         if entry.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
-                # The process name, in parentheses, may contain any bytes. The state, the parent's pid, the process
-                # group and the session follow.
+                # Split the text after the last parenthesis, because the process name, in parentheses, may contain any
+                # bytes. The state, the parent's pid, the process group and the session follow.
                 _, parent, _, its_session = stat[stat.rindex(b")") + 2 :].split()[:4]
                 if int(parent) == os.getpid() and int(entry) not in known_pids and session_id in (0, int(its_session)):
                     found.append(int(entry))
@@ -176,7 +178,7 @@ def _serve(shim: Shim, connection: socket.socket) -> None:
             number = request["id"]
         except (LookupError, TypeError, ValueError):
             continue
-        # If no daemon is left to read the reply, the next iteration of the loop reads the end of the stream.
+        # Ignore that no daemon is left to read the reply: the loop then reads the end of the stream and ends.
         with contextlib.suppress(BrokenPipeError):
             _send(connection, {"id": number, **shim.handle_request(request)})
 
@@ -196,17 +198,18 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
 def main() -> None:
     """Serve requests until the daemon's end of the socket is closed; then kill all children and remove the paths.
 
-    The daemon's end is closed when no process holds a duplicate of its descriptor.
+    The daemon's end counts as closed when no process holds its descriptor or a duplicate of this descriptor.
     """
     process_start.reset_signals(*_IGNORED_SIGNALS)
     os.set_inheritable(LOCK_FD, False)
     shim = Shim()
     with socket.socket(fileno=SOCKET_FD) as link:
         link.set_inheritable(False)
-        # With and without this error, the daemon's end is closed. The error means that the last reply was not read.
+        # `_serve` ends when the daemon's end is closed. It raises this error if the daemon has left a reply unread.
         with contextlib.suppress(ConnectionResetError):
             _serve(shim, link)
-        # The socket is closed after the children and the paths are gone; `ShimClient.stop` waits until it is closed.
+        # The `with` block closes the socket only after the children and the paths are gone, because `ShimClient.stop`
+        # takes the close as the exit of the shim.
         shim.kill_all()
         for path in sys.argv[1:]:
             _remove(path)

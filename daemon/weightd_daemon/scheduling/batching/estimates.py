@@ -8,8 +8,8 @@ from typing import Any
 # Weight of the latest batch in an exponentially weighted mean.
 _WEIGHT = 0.2
 
-# Maximum number of pairs of a device and a kind of request for which means are kept. Nothing else limits this number,
-# because clients choose the shapes of their requests and thereby the kinds.
+# Maximum number of pairs of a device and a kind of request for which means are kept. Clients can send requests of any
+# number of kinds, so this number must be limited.
 _MAX_KINDS = 256
 
 Kind = tuple[Any, ...]
@@ -39,9 +39,10 @@ class DurationEstimates:
         )
 
     def expected_s(self, device: str, kind: Kind, rows: int) -> float:
-        """Return the expected maximum duration of a batch of `rows` rows, in seconds; 0.0 if nothing was measured.
+        """Return an upper estimate of the seconds that a batch of `rows` rows takes; 0.0 if nothing was measured.
 
-        The nearest measured duration is scaled up for more rows, but not scaled down for fewer.
+        The duration that was measured for the nearest number of rows is scaled up for more rows, but not scaled down
+        for fewer.
         """
         nearest = self._nearest(device, kind, rows)
         return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
@@ -49,8 +50,8 @@ class DurationEstimates:
     def max_rows_within(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
         """Return how many rows, from 1 to `rows`, are expected to take at most `seconds`.
 
-        The duration of a larger batch is scaled down in proportion to the rows. When the smaller batch has run, its own
-        measured duration replaces this estimate.
+        If only a larger batch has been measured, its duration is scaled down in proportion to the rows. Once a smaller
+        batch has run, its measured duration is used instead of this estimate.
         """
         while rows > 1 and (nearest := self._nearest(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
             rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))

@@ -19,8 +19,8 @@ _MAX_MISFITS = 64
 # Maximum total tensor bytes of the requests that share a batch. A request that runs alone may be larger.
 _MAX_BATCH_BYTES = 64 * 1024 * 1024
 
-# Maximum expected seconds of a batch that delays other queued requests: of a part of a split request, and of a batch of
-# several requests that overtake others in the queue.
+# Maximum expected seconds of a batch that delays other queued requests. The batch may be a part of a split request, or
+# contain several requests that overtake others in the queue.
 MAX_BATCH_S = 0.1
 
 # If a device's share of the rows is at least this fraction of the maximum part size, its part has the maximum size.
@@ -32,8 +32,8 @@ class SlotConstraints(NamedTuple):
 
     Attributes:
         policy: the batching policy of the slot.
-        expected_s: called with a kind of request and a number of rows; returns the expected maximum seconds on the
-            slot.
+        expected_s: called with a kind of request and a number of rows; returns an upper estimate of the seconds that
+            such a batch takes on the slot.
         max_requests: the maximum number of requests in the batch, so that all free slots get some of the queued
             requests.
         max_s: the maximum expected duration of a batch of several requests, in seconds.
@@ -125,7 +125,8 @@ def next_split_rows(
     policy, batch_key = split.policy, split.batch_key
     share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))
     max_rows = min(policy.max_split_rows, split.next_rows)
-    # Otherwise, the few rows that are left would need another batch, although the shares are only estimates.
+    # If the share nearly fills a part, fill the part. A smaller part would leave a few rows that need another batch,
+    # and the share is only an estimate.
     rows = max_rows if share >= _NEARLY_ALL * max_rows else share
     if max_s < math.inf:
         rows = estimates.max_rows_within(device, batch_key.kind, rows, max_s)

@@ -1,7 +1,8 @@
 """The batching policy of a slot, and the batch key, by which the daemon finds requests that may share a batch.
 
-Messages to and from workers identify tenants and users by numbers. A worker may outlive the daemon, so a number depends
-on the name only: it is a digest of the name with 48 bits, enough to avoid accidental collisions.
+Messages to and from workers identify tenants and users by numbers. A worker may outlive the daemon, and the next daemon
+must use the same number for the same name. So the number is a digest of the name; its 48 bits are enough to avoid
+accidental collisions.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class BatchingPolicy:
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
     tested_dims: Dims | None = None
-    # Excluded from comparisons: the parts of a split request run on slots with equal policies, and must continue to do
-    # so when this field changes.
+    # Comparisons of policies ignore this field. The parts of a split request run only on slots with equal policies, and
+    # a change of this field must not keep the remaining parts from these slots.
     unmerged_principals: frozenset[int] = field(default=frozenset(), compare=False)
     # The batch key of each description, by the `id()` of the description. The description is kept in the entry so that
     # no other object gets the same `id()`.

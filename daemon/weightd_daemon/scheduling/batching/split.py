@@ -137,7 +137,7 @@ class SplitRequest:
         return first, rows
 
     def put_back(self, first: int, rows: int) -> None:
-        """Make rows pending again that were taken and that no slot runs any more."""
+        """Make rows pending again that a slot has received but does not run any more."""
         self._pending_ranges.append((first, first + rows))
         self._pending_ranges.sort()
 
@@ -192,7 +192,7 @@ class SplitRequest:
                 f"outputs {list(placed)} of a split request: expected frames where no output memory was offered, "
                 "got none"
             )
-        # Frames are copied, because they may be views of the receive buffer.
+        # Copy the frames: they may be views of the receive buffer, which the next message overwrites.
         output_contents = [
             self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes)
             if index in placed
@@ -215,7 +215,7 @@ class SplitRequest:
         return PredictResult(self.request.number, description, shared_indices or None), frames
 
     def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
-        """Return the part of a tensor's location in which these rows are."""
+        """Return the location of these rows, which is a part of the tensor's location."""
         row_bytes = location.nbytes // self.batch_key.rows
         return location.subrange(first * row_bytes, rows * row_bytes)
 

@@ -69,8 +69,8 @@ class ContentGuard:
         Raises:
             Internal: the content is in quarantine.
         """
-        # A content in the client's memory must be read before the request runs, because the client may change it after
-        # the answer.
+        # The client may change a content in its own memory after the answer, and then `on_answered` could not clear the
+        # content that the worker has read. So a suspected content must be read before the request runs.
         may_be_suspected = request.is_mutable and self.quarantine.may_be_suspected(request, now)
         if not (may_be_suspected or self.quarantine.may_be_quarantined(request, now)):
             return False
@@ -84,8 +84,8 @@ class ContentGuard:
         """Clear the content of an answered request from suspicion."""
         if (request.is_mutable and not request.digest) or not self.quarantine.may_be_suspected(request, now):
             return
-        # At most one action of this kind is pending at a time. If the pending one is for another content, a later
-        # answer will clear the content of this request.
+        # Queue at most one action of this kind. If the queued action clears another content, the answer to a later
+        # request with the same content as this request will clear that content.
         if not any(each.action == self.quarantine.on_answered for each in self._pending_actions):
             self._act_on_digest(request, self.quarantine.on_answered, now)
 
@@ -110,7 +110,7 @@ class ContentGuard:
         self._fail_and_act(request, error, self._quarantine_content, now)
 
     def fail_hung(self, request: Request, error: RequestError, now: float) -> None:
-        """End a request in which a slot hung, and record the hang against its content."""
+        """End a request that hung a slot, and record the hang against the request's content."""
         self._fail_and_act(request, error, self._on_hang, now)
 
     def fail_pending(self) -> None:

@@ -1,7 +1,7 @@
 """The quarantine of request contents, and the digests by which contents are compared.
 
-The quarantine identifies a request by its content, so that a client cannot take the service down by sending the same
-tensors again in a new request. The order of the tensors makes no difference.
+The content of a request is its input tensors, in any order. The quarantine identifies a request by its content, so that
+a client cannot take the service down by sending the same tensors again in a new request.
 
 The digest of a content of megabytes takes milliseconds, in which the daemon serves no other client. So contents are
 first compared by size and by a digest of a few samples. Only if both match is the digest of the whole content computed,
@@ -106,11 +106,12 @@ def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Ten
 
 
 # Seconds for which a content stays in quarantine or under suspicion: long enough to stop a loop of retries, and short
-# enough that a request that was quarantined by mistake works again the same day.
+# enough that a request that was quarantined by mistake works again within minutes.
 QUARANTINE_S = 300.0
 
-# Number of hangs after which a content is quarantined. A single hang may come from a process that was stopped from
-# outside. A second hang in the same content, without an answer in between, very likely comes from the content.
+# Number of hangs after which a content is quarantined. The cause of a single hang may be a process that was paused from
+# outside (SIGSTOP). The cause of a second hang with the same content, without an answer in between, is very likely the
+# content.
 MAX_HANGS = 2
 
 # Maximum number of entries in a content table, of about a hundred bytes each. A full table drops its oldest entry.
@@ -142,7 +143,10 @@ class _ContentTable(dict[_ContentKey, _ContentRecord]):
         self._sample_digests: Mapping[int, frozenset[bytes]] = {}
 
     def may_contain(self, request: Request, now: float) -> bool:
-        """Return whether the content may be in the table, by its sample digest. For small contents, this is exact."""
+        """Return whether the request's content may be in the table, judging by its sample digest.
+
+        For a small content, the answer is certain.
+        """
         if not self:
             return False
         self.drop_expired(now)
@@ -193,7 +197,7 @@ class Quarantine:
 
     Attributes:
         quarantined: the contents whose requests are refused.
-        suspected: the contents of requests in which a slot hung, or during which a rank group was lost.
+        suspected: the contents of requests during which a slot hung or a rank group was lost.
     """
 
     def __init__(self) -> None:
@@ -230,7 +234,7 @@ class Quarantine:
         self.quarantined.add(request, now)
 
     def on_hang(self, request: Request, now: float) -> bool:
-        """Record that a slot hung in the request; return whether its content is quarantined now."""
+        """Record that a slot hung during the request; return whether the request's content is quarantined now."""
         self.suspected.drop_expired(now)
         suspect = self.suspected.remove(_content_key(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)

@@ -1,7 +1,7 @@
 """Keeps requests from crashing slot after slot, and ends slots that hang.
 
 If a slot crashes, hangs or is corrupted while it runs a batch with a single item, the item's request is the suspected
-cause. If the batch has several items, each of their requests runs again alone, which shows the cause.
+cause. If the batch has several items, each item runs again alone, which shows the cause.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _log = logging.getLogger("weightd")
 # Number of slot deaths after which the request that ran on these slots is considered the cause.
 MAX_DEATHS = 2
 
-# Number of slots lost while they ran a request after which the request ends in an error. All losses count, whatever the
-# reason, including a lack of memory.
+# A request ends in an error once this number of slots were lost while they ran the request. All losses count, whatever
+# the reason, including a lack of memory.
 MAX_LOST_SLOTS = 5
 
 # Timeout of a self-test as a multiple of `predict_timeout`: a process may have to finish two predicts before the
@@ -187,7 +187,7 @@ class FaultIsolator:
             self._scheduler.release_slot(process)
 
     def on_leaving(self, process: str, number: int, now: float) -> None:
-        """Handle a slot that exits because a failed batch may have corrupted its model: it counts like a crash."""
+        """Handle a slot that exits because a failed batch may have corrupted its model. The exit counts as a crash."""
         slot = self._slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         if batch is not None:
@@ -216,7 +216,7 @@ class FaultIsolator:
             yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
-        """Yield each process to ping with the ping, and each process that did not answer its last ping with None."""
+        """Yield pairs of a process and the ping to send; None instead of a ping if the last one was not answered."""
         due = self.watchdog.take_due(now, self._slots.is_busy)
         yield from ((process, Ping(run_selftest=False)) for process in due.pings)
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
@@ -269,13 +269,13 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def _record_offense(self, origins: set[ClientOrigin], ran_s: float, now: float) -> None:
-        """Count a lost slot against the client that sent the requests, if it was a single client."""
+        """Count a lost slot against the client that sent the requests, unless several clients sent them."""
         if len(origins) == 1:
             [origin] = origins
             self._offenses.record_death(origin, ran_s, now)
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
-        """Record that a slot is about to be lost because of a tenant, if a single tenant has sent all the requests."""
+        """Record a slot's coming loss for the tenant that sent the requests, unless several tenants sent them."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
@@ -285,7 +285,7 @@ class FaultIsolator:
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> list[tuple[Request, RequestError]]:
         """Return the requests that end because of the loss of their slot, each with its error. The others run again."""
-        # Several batches may be parts of the same split request.
+        # Several batches may be parts of the same split request, which must count once. So the keys are requests.
         started_at = {request: batch.started_at for batch in executed for request in batch.requests}
         errors = [
             (each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()

@@ -24,7 +24,7 @@ from weightd_protocol.errors import ResourceExhausted
 MAX_PEER_DEATHS = 4
 MAX_PRINCIPAL_DEATHS = 8
 
-# Number of slot deaths in a row that do not lead to the refusal of a tenant. The first one leads to confinement.
+# Number of slot deaths in a row that a tenant may cause without being refused. The first one confines the tenant.
 MAX_TENANT_DEATHS = 3
 
 # Seconds without a further slot death after which the deaths of an offender are forgotten. A client that crashes slots
@@ -32,7 +32,7 @@ MAX_TENANT_DEATHS = 3
 # innocent client would.
 OFFENSE_RETENTION_S = 15.0
 
-# Seconds that the first refusal lasts, and the maximum. Each further slot death doubles the seconds.
+# Seconds for which a client is refused at first. Each further slot death doubles them, up to `MAX_REFUSAL_S`.
 MIN_REFUSAL_S = 10.0
 MAX_REFUSAL_S = 60.0
 _MAX_DOUBLINGS = 10
@@ -65,7 +65,8 @@ class OffenderTable:
     """Offenders by name: the clients of one model, or the tenants of all models.
 
     Attributes:
-        offenders: the offenders, the one with the oldest death first. The dictionary object stays the same.
+        offenders: the offenders, the one with the oldest death first. This dictionary is never replaced, because
+            `FaultIsolator.grounds` refers to it.
     """
 
     def __init__(self) -> None:
@@ -82,7 +83,8 @@ class OffenderTable:
         if offender.deaths > max_deaths:
             doublings = min(offender.deaths - max_deaths - 1, _MAX_DOUBLINGS)
             offender.refused_until = now + min(MIN_REFUSAL_S * 2.0**doublings, MAX_REFUSAL_S)
-        # The client's next request may have to run as long as this request before it crashes its slot.
+        # The client's next request may run as long as this one before it crashes its slot. So remember the offender for
+        # `ran_s` seconds more.
         offender.expires_at = max(now, offender.refused_until) + OFFENSE_RETENTION_S + ran_s
         return offender
 
@@ -124,7 +126,8 @@ class ClientOffenses:
             return
         peer = self._client_offenders.record_death(origin.peer, MAX_PEER_DEATHS, MAX_PEER_DEATHS, ran_s, now)
         if peer.deaths <= MAX_PEER_DEATHS:
-            # The offenses of a process that is already confined say nothing about other processes of its user.
+            # Once a process is confined, its further offenses do not count against its user: they say nothing about the
+            # user's other processes.
             self._client_offenders.record_death(
                 origin.principal, MAX_PRINCIPAL_DEATHS, MAX_PRINCIPAL_DEATHS, ran_s, now
             )

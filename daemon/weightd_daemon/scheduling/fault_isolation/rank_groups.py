@@ -1,9 +1,9 @@
-"""The loss of rank groups, and how it counts against the requests that they ran.
+"""The loss of rank groups, and how a loss counts against the request that the group ran.
 
-The cause of a loss is seldom known at once: if one rank is killed or stopped from outside, the other ranks fail or
-hang, and their reports may arrive first. So the first loss only counts against the request that the group ran, whatever
-the reason for the loss; the second loss ends the request. A loss is forgiven if a process of the group turns out to
-have been ended from outside.
+The cause of a loss is seldom known at once: if one rank is killed or paused from outside, the other ranks fail or hang,
+and the daemon may notice them first. So the first loss only counts against the request that the group ran, whatever the
+reason for the loss; the second loss ends the request. A loss is forgiven if a process of the group turns out to have
+been ended from outside.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import RequestError, Unavailable
 
-# Number of rank groups lost while they ran a request after which the request is considered the cause.
+# A request is considered the cause once this number of rank groups were lost while they ran the request.
 MAX_LOST_GROUPS = 2
 
 
 class GroupLoss(NamedTuple):
-    """The reason for the loss of a rank group, and the error of the causing request; None if no request caused it."""
+    """Why a rank group was lost, and the type of the error for the request that caused the loss; None if none did."""
 
     reason: str
     error_type: type[RequestError] | None
@@ -40,7 +40,7 @@ class RankGroupFailures:
     """The lost rank groups of one model.
 
     Args:
-        max_losses: the number of groups lost while they ran a request after which the request ends, whatever the
+        max_losses: a request ends once this number of groups were lost while they ran the request, whatever the
             reasons.
     """
 

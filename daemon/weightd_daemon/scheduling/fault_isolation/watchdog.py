@@ -120,7 +120,7 @@ class Watchdog:
         return due
 
     def silence_s(self, processes: Iterable[str], now: float) -> float | None:
-        """Return the seconds since any of the processes sent a message; None if they are within the period."""
+        """Return the seconds since the last message of any of the processes; None if at most `period_s` have passed."""
         last_message_at = max(
             (self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf")
         )

@@ -59,7 +59,8 @@ class Acl:
         try:
             self._library: Any = ctypes.CDLL(_LIBRARY)
         except OSError as error:
-            # The message begins with the name of the library that is missing: libascendcl, or one of its dependencies.
+            # The message begins with the name of the missing library: libascendcl, or a library on which it depends.
+            # Remove the name of libascendcl, because the AclError names it as well.
             reason = str(error).replace(f"{_LIBRARY}: ", "", 1)
             raise AclError(_LIBRARY, None, f"{reason}; {_SOURCE}") from None
 

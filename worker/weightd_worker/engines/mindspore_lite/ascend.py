@@ -167,7 +167,7 @@ class MindSporeLiteAscend(MindSporeLite):
         return list(free)
 
     def _failure_hint(self, cause: str) -> str:
-        """Return advice for the operator about a failed build; "" if the cause in the library's log is another one."""
+        """Return advice for the operator if a build failed because the card cannot share memory; otherwise ""."""
         if "ExportToShareableHandle" not in cause:
             return ""
         kind = "this card"
@@ -295,7 +295,7 @@ class WeightHandleSharing(WeightSharing):
         return section
 
     def on_built(self, model: Any, path: str) -> None:
-        """Store the built model, of which `export` later reads the handle. `path` is the model's file."""
+        """Store the built model, from which `export` later reads the handle. `path` is the model's file."""
         self._model = model
         self._path = path
 

@@ -38,8 +38,9 @@ Shape = Tuple[int, ...]
 InputShapes = Tuple[Shape, ...]
 """The shapes of all inputs, in the order in which the model declares them."""
 
-# Maximum factor by which the first shapes of a new Model may exceed the larger shapes of two requests, in elements.
-# Shapes that cover both requests may be far larger than either, and the Model keeps memory for them.
+# Maximum growth of the first predict: in a new Model, its inputs have at most this many times the elements of the old
+# Model's first predict or of the request, whichever has more. Without this limit, shapes that cover both might be far
+# larger than either, and the Model keeps memory for its first shapes.
 _MAX_GROWTH = 4
 
 
@@ -137,7 +138,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return MindSporeLite.predict(self, inputs)
 
     def _shapes_of(self, inputs: Arrays) -> InputShapes:
-        # Do not use the Model here, because another thread may be building a new one.
+        # Take the inputs from the signature and not from the Model, because another thread may be building a new Model.
         return tuple([inputs[each.name].shape for each in self._signature.inputs])
 
     def _check_max_shape(self, shapes: InputShapes) -> None:
@@ -179,7 +180,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
 @contextlib.contextmanager
 def _build_lock(path: str) -> Generator[None, None, None]:
-    """Lock the model's file in the block, so that only one of the model's processes builds it at a time.
+    """Lock the model's file while the block runs, so that only one process at a time builds this model.
 
     A build temporarily needs several times the memory of the weights.
     """
@@ -195,11 +196,12 @@ def _build_lock(path: str) -> Generator[None, None, None]:
 
 
 def _acquire_lock(descriptor: int) -> None:
-    """Try to lock the file, and return after some seconds without the lock.
+    """Lock the file. If this is impossible for some seconds, return without the lock.
 
-    A build without the lock only takes more memory at the same time.
+    Without the lock, two processes may build the model at the same time, which only takes more memory.
     """
-    # The process that holds the lock may be stopped by a signal, and the file system may not support locks.
+    # Do not wait forever: the process that holds the lock may be stopped by SIGSTOP, and the file system may not
+    # support locks.
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:

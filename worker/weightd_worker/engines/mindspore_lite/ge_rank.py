@@ -9,11 +9,11 @@ Limits of the library, from the sources of MindSpore Lite 2.7 and HCCL, and how 
   passes the key in the arguments of the build, which override the options in a file. Versions before 2.7 ignore the
   rank's number, so they are rejected.
 - The options of the first model of a process apply to all its models. So a process has only one model.
-- The library reads a MindIR that MindSpore has exported, and names the outputs differently in each rank. So tensors
-  have the names and the order of the file here. Their datatypes and shapes come from the built model.
+- The library reads a MindIR that MindSpore has exported, and names the outputs differently in each rank. So this
+  module takes the names and the order of tensors from the file, and their datatypes and shapes from the built model.
 - The library cannot share weights.
 - The library waits for other ranks without a time limit, so the daemon's time limit must end a predict that hangs. The
-  library does not hold the GIL meanwhile, so another thread could answer pings.
+  library does not hold the GIL during a predict, so other threads can run.
 - A failed predict corrupts the results of the other ranks, so it raises `ModelCorrupted`. A failed resize sends nothing
   to other ranks, so it raises `RankRejected`.
 """

@@ -4,8 +4,8 @@ The workspace is the memory on the card that predicts use. Limits of the library
 MindSpore Lite 2.7, and how this module handles them:
 
 - The library must know all models of the group before it builds the first one. To calculate the size of the workspace,
-  it builds each model once, and it refuses this calculation for the life of the process after the first real build. So
-  a process has one group, which adds all models, calculates the size of the workspace, and then builds the models.
+  it builds each model once, and after the first real build it refuses this calculation until the process exits. So a
+  process has one group, which adds all models, calculates the size of the workspace, and then builds the models.
 - The library holds the GIL during the calculation, so the process cannot answer pings meanwhile.
 - A context object can be used for one build only, so the calculation has a separate context.
 - The library identifies a model by the text of its path: two different texts are two models. Versions before 2.1 have

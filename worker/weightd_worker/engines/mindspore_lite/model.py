@@ -208,7 +208,7 @@ class Options:
 
     def set_cpu(self, cpu: Any) -> None:
         """Set the thread options in a CPU context of the library."""
-        # Set only configured options, because some of the library's defaults are not 0.
+        # 0 means that the option is not configured. Then keep the library's default, which is not always 0.
         if self.thread_affinity_mode:
             cpu.thread_affinity_mode = self.thread_affinity_mode
         if self.thread_affinity_cores:

@@ -15,8 +15,8 @@ limits, measured on MindSpore Lite 2.0.0. This module handles them as follows:
   afterwards, unless an option binds the threads to other cores.
 - The first predict runs on all workers of the runner, one after another. This is the predict of the self-test.
 - If a predict fails because of its shapes, the runner's worker keeps the shapes of the predict before, and its next
-  predict may return the answer to these. So shapes that this process has not run yet run alone, and after a failure no
-  predict runs.
+  predict may return the answer for these shapes. So a predict of shapes that this process has not run yet runs alone,
+  and after a failure no further predict runs on the runner.
 - When a runner is built again, other threads may be receiving requests or freeing outputs. Pages may be replaced only
   when no other thread is active, so the session calls `reshare_weights` later.
 - Other failures occur while other predicts run, and the library does not report which of its workers has failed. So a
