@@ -191,6 +191,25 @@ def test_least_recently_used_model_makes_room(files: Files) -> None:
         assert service.log.count("its memory is needed for") >= 3
 
 
+def test_cache_keeps_snapshots_of_recent_models(files: Files) -> None:
+    size = files.paths["a"].stat().st_size
+    tables = {name: on_demand(files.paths[name]) for name in NAMES}
+    with Service(tables, {"cache_bytes": 2 * size + 100}) as service, service.client() as client:
+        for name in NAMES:
+            ask_all(client, name, files.questions[name])
+        # The snapshots of loaded models stay, even above the limit.
+        assert len(snapshots(service)) == len(NAMES)
+        # Commands would remove the snapshots, so the models become idle.
+        service.reload({name: {**table, "idle_unload": 0.1} for name, table in tables.items()})
+        until(lambda: {state(service, name) for name in NAMES} == {"unloaded"}, "all models are idle")
+        until(lambda: snapshots(service) == {"b", "c"}, "the snapshot of the model used first is gone")
+        ask_all(client, "a", files.questions["a"])
+
+
+def snapshots(service: Service) -> set[str]:
+    return {each.name.partition(".")[0] for each in service.cache.rglob("*.snapshot") if each.is_dir()}
+
+
 def test_model_that_never_fits_is_refused_with_need_and_budget(files: Files, zoo: Zoo) -> None:
     tables = {"a": on_demand(files.paths["a"]), "large": on_demand(zoo.path("large", "onnxruntime"))}
     with Service(tables, {"max_model_bytes": 40 * MIB}) as service, service.client() as client:

@@ -1,8 +1,9 @@
 """The table [daemon], the addresses at which clients connect, and the default locations of files.
 
 Clients that speak ZeroMQ connect to `ipc://PATH` and `tcp://HOST:PORT`. Other clients use weightd's own transport and
-connect to `unix://PATH`. The configuration never names a `unix://` address, because this socket is always beside
-`daemon.socket`. Among the sockets that a service manager passes, the suffix of the path identifies this socket.
+connect to `unix://PATH`. The configuration never names a `unix://` address, because the daemon derives this address
+from `daemon.socket`. The suffix of its path distinguishes this socket from the other sockets that a service manager
+passes.
 """
 
 from __future__ import annotations
@@ -79,6 +80,10 @@ class DaemonConfig:
     max_model_bytes: int = field(default=0, metadata=integer(0, 2**62))
     """Budget in bytes for the memory of all models on the CPU. For models with `load = "on_demand"`, idle ones are
     unloaded to keep it. On a card, the memory of the card is the budget. 0: no limit."""
+
+    cache_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Maximum bytes of model snapshots in `cache_dir`. Above it, unloaded models lose their snapshots, the least
+    recently used first; the next load reads the files again. 0: no limit."""
 
     min_resident: float = field(default=5.0, metadata=number(MAX_SECONDS))
     """Seconds for which a model stays loaded at least, so that models do not displace each other all the time."""
@@ -277,12 +282,12 @@ def unit_of(path: Path) -> UnitDefaults | None:
 
 
 def default_path() -> Path:
-    """Return the path of the service's configuration file: in the directory from systemd, otherwise in /etc/weightd."""
+    """Return the path of the service's configuration file: in the directory that systemd passes, or in /etc/weightd."""
     return Path(_systemd_dir("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
 
 
 def default_runtime_dir() -> str:
-    """Return the default directory of sockets: the directory that systemd passes, otherwise one of the user's own."""
+    """Return the default directory of sockets: the directory that systemd passes, or a directory of the user."""
     return _systemd_dir("RUNTIME_DIRECTORY") or endpoints.runtime_dir()
 
 

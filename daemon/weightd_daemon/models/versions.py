@@ -94,6 +94,16 @@ class ModelVersions:
         before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
 
+    def forget_snapshots(self) -> None:
+        """Remove all snapshots of a model that is not loaded; its next load reads the files again.
+
+        A rollback is no longer possible, because only the snapshot had the files of the previous source.
+        """
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            self.drop(previous)
+        self.renew_current()
+
     def on_take_over(self, source: ModelSource) -> None:
         """Record that an update to this source has taken over.
 
@@ -149,7 +159,8 @@ class Snapshots:
     """The snapshots of a model: one for each source, which all generations of the source load.
 
     Args:
-        take: begins to take the snapshot of a source, which must have the given sha256 unless that is "".
+        take: called with a source and a sha256; begins to take the snapshot of the source. If the sha256 is not "", the
+            snapshot must have it.
         remove: removes the snapshot of a source, or stops taking it.
     """
 
@@ -166,7 +177,10 @@ class Snapshots:
         self._deadlines: dict[ModelSource, float] = {}
 
     def request(self, source: ModelSource, deadline: float) -> None:
-        """Begin to take the snapshot of a source, unless this has begun; `deadline` is in monotonic seconds."""
+        """Begin to take the snapshot of a source, unless the snapshot exists or is being taken.
+
+        If the snapshot is not complete at `deadline` (monotonic seconds), `take_overdue` cancels it.
+        """
         if source not in self._by_source:
             self._by_source[source] = None
             self._deadlines[source] = deadline
@@ -210,7 +224,7 @@ class Snapshots:
         return self._by_source.get(source)
 
     def set_selftest(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """Record the self-test that a generation has found, so that later generations of the source need not search."""
+        """Record the self-test that a generation has found, so that later generations need not search for one."""
         if source in self._by_source:
             self._selftests[source] = selftest
 
@@ -221,7 +235,7 @@ class Snapshots:
         self._deadlines.pop(source, None)
 
     def drop(self, source: ModelSource) -> None:
-        """Remove the snapshot of a source, which no generation will load any more."""
+        """Remove the snapshot of a source that no generation will load any more."""
         if source in self._by_source or source in self._expected_sha256:
             self._by_source.pop(source, None)
             self._expected_sha256.pop(source, None)
