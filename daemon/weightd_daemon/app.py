@@ -104,7 +104,7 @@ class Host(NamedTuple):
 
 
 def run(options: Options) -> int:
-    """Serve until the daemon is stopped; return the exit status.
+    """Serve until the daemon is shut down; return the exit status.
 
     Raises:
         PathInUse: a socket or a directory is in use or cannot be created, or a thread cannot be started.
@@ -117,8 +117,8 @@ def run(options: Options) -> int:
     except OSError as error:
         raise PathInUse(with_limit_hint(f"cannot start the process spawner thread: {error}")) from None
     signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
-    # With a configuration file, SIGHUP reloads the file, even under nohup. Without a file, SIGHUP stops the daemon,
-    # except if the parent process has set it to be ignored (nohup).
+    # With a configuration file, SIGHUP reloads the file, even under nohup. Without a file, SIGHUP shuts the daemon
+    # down, except if the parent process has set SIGHUP to be ignored (nohup).
     if options.file is not None or ends_on_hangup():
         signal_numbers.append(signal.SIGHUP)
     terminal, event_log = Terminal(), EventLog()
@@ -157,10 +157,10 @@ def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
 
 
 def build(options: Options, host: Host) -> Daemon:
-    """Create and connect the parts of a daemon. It loads no models and reads no requests before `Daemon.serve`.
+    """Create and connect the parts of a daemon. The daemon loads no models and reads no requests before `Daemon.serve`.
 
     Two parts that need each other cannot both be created first. So one gets a lambda, which looks up the other part
-    only when it is called.
+    only when the lambda is called.
     """
     config, loop, file = options.config, host.loop, options.file
     devices: dict[str, DeviceBudget] = {}
@@ -308,6 +308,7 @@ def build(options: Options, host: Host) -> Daemon:
         *usage_reporter.timers,
         counter_store.timer,
         reloader.timer,
+        reloader.repository_timer,
         status.timer,
         shutdown.timer,
         lifecycle.timer,

@@ -1,4 +1,4 @@
-"""Reading of the configuration file at the start and for a reload, and its last valid text as the fallback.
+"""Reads the configuration file at the start and for a reload, and keeps its last valid text for the next daemon.
 
 The daemon stores the text of the configuration in force with the service manager. When the service is restarted, the
 file may have become invalid, or may name directories that are in use or cannot be created. Then the new daemon uses the
@@ -6,7 +6,7 @@ stored text, keeps the loaded models, and reports the problem until a reload suc
 first start, the daemon exits with an error.
 
 Parsing takes seconds for some files, and reading from a file system that does not answer may never end, but the event
-loop must not stop. So for a reload, a helper process reads and validates the file and checks the files that it names.
+loop must not wait. So for a reload, a helper process reads and validates the file and checks the files that it names.
 The daemon kills a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, where LISTENING is a list
 in JSON, and "-" if the content of the file comes from stdin. The helper writes a pickled `ReadConfig` to stdout.
 """
@@ -51,7 +51,7 @@ _PROCESS_NAME = "configuration"
 # Argument of the helper: the content of the file comes from stdin.
 _TEXT_ON_STDIN = "-"
 
-# Limits the size of a helper's result, which the event loop reads and forwards.
+# Maximum number of errors in a helper's result. It limits the size of the result, which the event loop reads.
 _MAX_PROBLEMS = 100
 
 
@@ -87,7 +87,8 @@ def read_file(path: Path, listen_addresses: Sequence[str] = (), text: str | None
         answer = error.problems[:_MAX_PROBLEMS]
         return ReadConfig(problems=(*answer, f"{path}: {more} more errors") if more > 0 else answer)
     members = {name for group in config.groups.values() for name in group.models}
-    # A model of the repository that cannot be loaded does not keep the other models from being changed.
+    # Check only the models of the file itself: an error in a model of the repository must not prevent the change of
+    # other models.
     own = {name: model for name, model in config.models.items() if not model.revision}
     model_problems = find_problems(own, members, runs_interpreters=False)
     return ReadConfig(
@@ -113,7 +114,9 @@ class ConfigReader:
         on_result: Callable[[ReadConfig], object],
         text: str | None = None,
     ) -> None:
-        """Start the helper; `on_result` is called with its result. `text` is the content of the file, None to read it.
+        """Start the helper; `on_result` is called with its result.
+
+        `text` is the content of the file; None: the helper reads the file.
 
         Raises:
             OSError: the helper process cannot be started.
@@ -122,7 +125,7 @@ class ConfigReader:
         python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
         argv = [*python, str(os.getpid()), str(path), json.dumps(list(listen_addresses))]
         argv += [] if text is None else [_TEXT_ON_STDIN]
-        # In memory, because the daemon's directories may be missing or full.
+        # The helper writes its result to memory, because the daemon's directories may be missing or full.
         result_fd = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
         log_fd = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
         try:
@@ -172,7 +175,7 @@ def main() -> None:
 
 
 class ConfigFile:
-    """The configuration file of a daemon, with the fallback in the service manager.
+    """The configuration file of a daemon; the service manager keeps its last valid text for the next daemon.
 
     Args:
         path: the absolute path of the file.
@@ -182,6 +185,7 @@ class ConfigFile:
         path: the absolute path of the file.
         listen_addresses: the addresses of the listening sockets that the service manager has passed.
         note: why the configuration in force differs from the file; "" if it does not.
+        repository_note: the errors of models in the repository; "" without any.
         text_in_force: the content of the file when it was put in force.
     """
 
@@ -192,7 +196,7 @@ class ConfigFile:
         self.listen_addresses = listen_addresses(manager.inherited.get(CLIENTS, []))
         self._descriptors = manager.inherited.get(CONFIG, [])
         self._text = ""
-        self.text_in_force = ""
+        self.text_in_force = self.repository_note = ""
 
     def load_initial(self) -> Config:
         """Return the configuration to start with: from the file, or from the stored text if the file cannot be used.
@@ -239,7 +243,7 @@ class ConfigFile:
         return result.config
 
     def mark_in_force(self) -> None:
-        """Store the text that was read last with the service manager, as the fallback for the next daemon."""
+        """Give the text that was read last to the service manager, which keeps it for the next daemon."""
         content = self._text.encode()
         try:
             if not self._descriptors:

@@ -18,12 +18,13 @@ from weightd_daemon.handover.state import Handover
 from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
+from weightd_daemon.models.residency.snapshot_cache import CachedModel, excess_models
 from weightd_daemon.platform import cgroup
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.repository import (
-    keep_broken,
-    keep_broken_of_daemon,
+    keep_handed_over,
+    keep_unreadable,
     log_problems,
     select_models,
     unproven_versions,
@@ -35,12 +36,13 @@ from weightd_daemon.transport.zmq_proxies import ListenerAuth
 from weightd_protocol.errors import RequestError, Unavailable
 from weightd_protocol.schema import label
 
-# The keys of [daemon] that a reload applies.
+# The keys of [daemon] that a reload applies; a change of any other key of [daemon] needs a restart.
 _RELOADABLE_KEYS = (
     "drain_timeout",
     "accounting_interval",
     "max_batch_seconds",
     "max_model_bytes",
+    "cache_bytes",
     "min_resident",
     "max_load_queue",
 )
@@ -99,7 +101,7 @@ class ConfigInForce:
         self._devices = devices
         self._registry = registry
         self._lookup = lookup
-        # The versions of the repository that were loaded to find out whether they can be.
+        # The versions of the repository that `reselect` has tried to load; it tries each of them only once.
         self._attempted: set[str] = set()
         self._supervisor = supervisor
         self._tenants = tenants
@@ -129,9 +131,8 @@ class ConfigInForce:
             ConfigError: a key has changed that needs a restart, or a file of an added or changed model has an error.
             Unavailable: a model that would change is being updated.
         """
-        diff = self.compare(path, config, model_problems)
-        diff = diff if retries else diff._replace(retried=())
-        previous, self.config = self.config, keep_broken(config, self.config)
+        diff = self.compare(path, config, model_problems, retries=retries)
+        previous, self.config = self.config, keep_unreadable(config, self.config)
         log_problems(config, previous.repository_problems)
         self._apply_models(diff, select_models(self.config, self._registry.models), now)
         if (config.tenants, admitted_tenants(config)) != (previous.tenants, admitted_tenants(previous)):
@@ -143,38 +144,59 @@ class ConfigInForce:
         self.apply_accounting(now)
         return diff
 
-    def compare(self, path: Path, config: Config, model_problems: Mapping[str, Sequence[str]]) -> ConfigDiff:
+    def compare(
+        self, path: Path, config: Config, model_problems: Mapping[str, Sequence[str]], *, retries: bool = True
+    ) -> ConfigDiff:
         """Return the changes that `apply` would make; raise what it would raise."""
         self._check_fixed_keys(path, config)
-        selected = select_models(keep_broken(config, self.config), self._registry.models)
+        selected = select_models(keep_unreadable(config, self.config), self._registry.models)
         diff = self._registry.compare(selected.models)
-        # Loaded models serve from their snapshots, so only the others need their files.
-        unloaded = [name for name, model in self._registry.models.items() if model.loading.is_unloaded]
-        needed = dict.fromkeys((*diff.added, *diff.changed, *diff.retried, *unloaded))
+        needed = dict.fromkeys((*diff.added, *diff.changed))
+        if retries:
+            # Loaded models serve from their snapshots, so only the others need their files.
+            unloaded = [name for name, model in self._registry.models.items() if model.loading.is_unloaded]
+            needed.update(dict.fromkeys((*diff.retried, *unloaded)))
         problems = [each for name in needed for each in model_problems.get(name, ())]
         if problems:
             raise ConfigError(*problems)
-        return diff
+        return diff if retries else diff._replace(retried=())
 
     @property
     def drain_timeout_s(self) -> float:
-        """How many seconds a stopping daemon waits for accepted requests to finish."""
+        """How many seconds a daemon that shuts down waits for accepted requests to finish."""
         return self.config.daemon.drain_timeout
 
     def reselect(self, now: float) -> None:
-        """Serve other versions of the models in the repository, if a version has served or failed."""
+        """Select again which versions in the repository serve, because a version may be ready now or have failed."""
         if self.config.repository is None:
             return
         selected = select_models(self.config, self._registry.models)
         if selected.models.keys() != self._registry.models.keys():
             with contextlib.suppress(Unavailable):  # one of them is being updated, which calls this method at its end
-                diff = self._registry.compare(selected.models)._replace(retried=())
+                diff = self._registry.compare(selected.models)._replace(changed=(), retried=())
                 self._apply_models(diff, selected, now)
         for model in unproven_versions(self.config, self._registry.models):
             if model.name not in self._attempted:
-                self._attempted.add(model.name)
-                with contextlib.suppress(RequestError):  # the budget has no room: a request may load it later
+                # A refused load, if too many models wait for memory for example, is tried again at the next change.
+                with contextlib.suppress(RequestError):
                     self._lifecycle.load(model, "", lambda error: None, "a new version in the repository")
+                    self._attempted.add(model.name)
+
+    def trim_cache(self) -> None:
+        """Remove snapshots of models that are not loaded, until the other snapshots fit into the limit of the cache."""
+        max_bytes = self.config.daemon.cache_bytes
+        if not max_bytes:
+            return
+        cached: list[CachedModel] = []
+        for model in self._registry.all_models():
+            nbytes = sum(each.snapshot.nbytes for each in model.versions.snapshots.ready())
+            if nbytes:
+                # A model that is no longer configured removes its snapshots itself, so it counts as in use here.
+                is_leaving = self._registry.models.get(model.name) is not model
+                is_in_use = is_leaving or not model.loading.is_unloaded or bool(model.deployments.generations)
+                cached.append(CachedModel(model.name, nbytes, model.loading.last_used_at, is_in_use))
+        for name in excess_models(cached, max_bytes):
+            self._registry.models[name].versions.forget_snapshots()
 
     def _apply_models(self, diff: ConfigDiff, selected: Config, now: float) -> None:
         update_devices(self._devices, selected)
@@ -186,7 +208,7 @@ class ConfigInForce:
     def start_models(self, handover: Handover | None, now: float) -> None:
         """Start the models, and take over the models that the previous daemon has loaded."""
         records, rollouts = ((), ()) if handover is None else (handover.models, handover.rollouts)
-        self.config = keep_broken_of_daemon(self.config, records)
+        self.config = keep_handed_over(self.config, records)
         log_problems(self.config, {})
         selected = select_models(self.config, {}, records)
         # The fork servers come first: they import their engines while the models' snapshots are taken.
@@ -249,7 +271,7 @@ def lifecycle_limits(config: Config) -> LifecycleLimits:
         {name: each.weight for name, each in tenants.items()},
         daemon.min_resident,
         daemon.max_load_queue,
-        max(1, cgroup.usable_core_count() // 2),  # the other cores serve meanwhile
+        max(1, cgroup.usable_core_count() // 2),  # half of the cores load models; the others serve
         daemon.drain_timeout,
     )
 

@@ -1,4 +1,4 @@
-"""Behavior of the daemon while it runs: start, reconciliation, signals and stop.
+"""Behavior of the daemon while it runs: start, reconciliation, signals and shutdown.
 
 The event loop (`platform.event_loop`) waits for events and calls handlers. Each change of a process, a generation or
 the configuration schedules `Daemon._reconcile`, which compares the current state with the intended state and acts on
@@ -34,7 +34,8 @@ from weightd_daemon.zmq_proxy.zygote import Zygote
 
 _log = logging.getLogger("weightd")
 
-# Seconds that the daemon may need to exit after the drain timeout. It asks the service manager to wait for both.
+# Seconds that the daemon may need to exit after the drain timeout. The daemon asks the service manager to wait for the
+# sum of both.
 _STOP_MARGIN_S = 10.0
 
 
@@ -45,8 +46,8 @@ class Options(NamedTuple):
         config: the configuration to serve.
         file: the configuration file, which is read again on SIGHUP; None if weightd runs without one.
         manager: the service manager, which gets notifications and stores descriptors for the next daemon.
-        one_shot: for `weightd run`, the example command that is logged once the model is ready. The daemon then stops
-            if the model fails. "" for `weightd serve`, where the daemon continues to serve the other models.
+        one_shot: for `weightd run`, the example command that is logged once the model is ready. The daemon then shuts
+            down if the model fails. "" for `weightd serve`, where the daemon continues to serve the other models.
         zygote: forks the ZeroMQ proxies; if None, the daemon starts a zygote when it needs one.
     """
 
@@ -58,7 +59,7 @@ class Options(NamedTuple):
 
     def config_note(self) -> str:
         """Return why the configuration in force differs from the configuration file; "" if they are equal."""
-        return "" if self.file is None else self.file.note
+        return "" if self.file is None else "\n".join(filter(None, (self.file.note, self.file.repository_note)))
 
 
 class Parts(NamedTuple):
@@ -66,7 +67,7 @@ class Parts(NamedTuple):
 
     Attributes:
         loop: the event loop of the daemon.
-        shutdown: the state machine of the stop.
+        shutdown: the state machine of the daemon's shutdown.
         supervisor: starts and watches child processes.
         load_monitor: knows the progress of models that are loading.
         registry: the registry of the models.
@@ -117,7 +118,7 @@ class Daemon:
         self._has_logged_ready = False
 
     def serve(self, shim: ShimLauncher | None = None) -> int:
-        """Serve until the daemon is stopped; return the exit status.
+        """Serve until the daemon is shut down; return the exit status.
 
         Args:
             shim: provides the state that the previous daemon has handed over; None without a service manager.
@@ -184,15 +185,16 @@ class Daemon:
         self._loop.call_soon(self._reconcile)
 
     def _reconcile(self) -> None:
-        """Act on changes: update models, notify the service manager, send pending replies, and continue a stop.
+        """Act on changes: update models, notify the service manager, send pending replies, and continue a shutdown.
 
-        While a model is changing or the daemon is stopping, this method runs at the end of every turn of the loop.
+        While a model is changing or the daemon is shutting down, this method runs at the end of every turn of the loop.
         """
         now = event_loop.now()
         if self._registry.changing:
             self._registry.reconcile(now)
         if not self._shutdown.has_begun:
             self._config.reselect(now)
+            self._config.trim_cache()
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
         if self._service is not None:
             self._service.on_change(now)
@@ -207,7 +209,7 @@ class Daemon:
         self._loop.on_turn_end(self._reconcile if self._registry.changing or self._shutdown.has_begun else None)
 
     def _reconcile_one_shot(self, now: float) -> None:
-        """Stop if the model of `weightd run` has failed; log the example command once when the model is ready."""
+        """Shut down if the model of `weightd run` has failed; log the example command once when the model is ready."""
         models = self._registry.models.values()
         if any(model.readiness.has_failed for model in models):
             self.stop(now)
@@ -227,7 +229,7 @@ class Daemon:
         return self._service is not None or self._supervisor.is_empty
 
     def on_suspended(self, seconds: float) -> None:
-        """Adjust deadlines after the daemon was suspended for some seconds.
+        """Adjust deadlines after the daemon did not run for some seconds, for example because of SIGSTOP.
 
         Time limits of child processes are extended, because the daemon's clock has stood still. Deadlines that clients
         and the service manager have set continue in real time, so they come sooner on the daemon's clock.
@@ -252,8 +254,8 @@ class Daemon:
             if number == signal.SIGHUP and self._reloader.is_possible_by_hangup:
                 self._reloader.on_hangup()
             elif number == signal.SIGHUP or not self._shutdown.has_begun:
-                # A second SIGHUP does not force the stop, because the kernel and the shell may both send one when a
-                # terminal closes.
+                # A second SIGHUP does not end the wait for accepted requests, because the kernel and the shell may both
+                # send one when a terminal closes.
                 self.stop(now)
             else:
                 _log.warning("second stop signal; not waiting for requests")
@@ -265,7 +267,7 @@ class Daemon:
                     self._supervisor.kill_all()
 
     def stop(self, now: float) -> None:
-        """Begin a stop: reject new requests, finish accepted ones within the drain timeout, then stop the models."""
+        """Begin to shut down: reject new requests, and wait for accepted ones to finish within the drain timeout."""
         if not self._shutdown.has_begun:
             drain_timeout_s = self._config.drain_timeout_s
             _log.info("stopping; finishing accepted requests for at most %g s", drain_timeout_s)
@@ -277,7 +279,7 @@ class Daemon:
             self._options.manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={timeout_us}")
 
     def finish_drain(self, now: float) -> None:
-        """Stop the models, because every accepted request is finished or the drain timeout has passed."""
+        """Shut down the models, or hand them over: all requests are finished, or the drain timeout has passed."""
         if self._shutdown.is_draining:
             self._shutdown.handle(ShutdownEvent.DRAINED)
             self._stop_models(now)

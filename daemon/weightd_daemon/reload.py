@@ -2,13 +2,12 @@
 
 A reload has three steps: `Reloader.request` (or `on_hangup`) queues it, a helper process reads and validates the file
 (`config_file.py`), and `ConfigInForce.apply` compares the result with the configuration in force and applies the
-difference. An invalid file changes nothing. A change of the model repository has the same steps, but the helper process
-reads the repository together with the content of the file that is in force.
+difference. An invalid file changes nothing. A change of the model repository starts the same steps. But then the helper
+process does not read the file again: it reads the repository together with the text that is in force.
 """
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 from collections.abc import Callable
@@ -41,7 +40,7 @@ OnReloaded = Callable[[ConfigDiff | RequestError], object]
 
 
 class _Kind(enum.Enum):
-    """The purpose of a read."""
+    """Purpose of a read of the configuration; it decides which changes the daemon applies."""
 
     RELOAD = "reload"
     DRY_RUN = "dry run"  # only report the changes
@@ -64,11 +63,12 @@ class Reloader:
         in_force: applies the new configuration.
         loop: starts the read at the end of the current turn.
         counters: count the successful and the failed reloads.
-        shutdown: knows whether the daemon has begun to stop; then no reload starts.
+        shutdown: knows whether the daemon has begun to shut down; then no reload starts.
         service: notifies the service manager of reloads by SIGHUP; None without a service manager.
         terminal: knows whether the terminal of this process has closed.
 
     Attributes:
+        repository_timer: reads the repository again after its changes could not be put in force.
         timer: kills a helper process that takes too long; the caller adds the timer to the loop.
     """
 
@@ -93,6 +93,7 @@ class Reloader:
         self._service = service
         self._terminal = terminal
         self.timer = Timer(lambda _: reader.abort())
+        self.repository_timer = Timer(lambda _: self._on_repository_changed())
         self._watcher: RepositoryWatcher | None = None
         # The reloads that the current read serves, and the reloads that wait for the next read.
         self._active: list[_Waiter] = []
@@ -100,7 +101,10 @@ class Reloader:
 
     @property
     def is_possible_by_hangup(self) -> bool:
-        """Whether SIGHUP requests a reload. It stops the daemon if there is no file or the terminal has closed."""
+        """Whether SIGHUP requests a reload.
+
+        SIGHUP shuts the daemon down if there is no configuration file or the terminal has closed.
+        """
         return self._file is not None and not self._terminal.has_closed()
 
     def on_hangup(self) -> None:
@@ -126,7 +130,7 @@ class Reloader:
         """Search the repository of the configuration in force for changes from now on."""
         config, watcher = self._in_force.config, self._watcher
         if self._file is not None:
-            self._file.note = "\n".join(config.repository_problems.values())
+            self._file.repository_note = "\n".join(config.repository_problems.values())
         if config.repository == (None if watcher is None else watcher.config):
             return
         if watcher is not None:
@@ -138,11 +142,15 @@ class Reloader:
 
     def _on_repository_changed(self) -> None:
         def on_done(outcome: ConfigDiff | RequestError) -> None:
-            if isinstance(outcome, RequestError):
+            repository = self._in_force.config.repository
+            if isinstance(outcome, RequestError) and repository is not None:
                 _log.error("repository: the changes are not in force: %s", outcome)
+                # The watcher reports a change only once.
+                self.repository_timer.set(event_loop.now() + repository.poll)
 
-        with contextlib.suppress(RequestError):  # the daemon is stopping
-            self._enqueue(_Waiter(on_done, _Kind.REPOSITORY))
+        if not self._shutdown.has_begun and all(each.kind is not _Kind.REPOSITORY for each in self._pending):
+            self._pending.append(_Waiter(on_done, _Kind.REPOSITORY))
+            self._loop.call_soon(self._start_read)
 
     def request(self, on_done: OnReloaded, is_dry_run: bool = False) -> None:
         """Queue a reload; call `on_done` when the new configuration is in force or has been rejected.
@@ -151,19 +159,16 @@ class Reloader:
 
         Raises:
             InvalidArgument: weightd was started without a configuration file. `on_done` is not called.
-            Unavailable: weightd is stopping. `on_done` is not called.
+            Unavailable: weightd is shutting down. `on_done` is not called.
             ResourceExhausted: too many reloads are queued. `on_done` is not called.
         """
-        self._enqueue(_Waiter(on_done, _Kind.DRY_RUN if is_dry_run else _Kind.RELOAD))
-
-    def _enqueue(self, waiter: _Waiter) -> None:
         if self._file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
         if self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
-        if len(self._pending) == _MAX_RELOADS:
+        if sum(each.kind is not _Kind.REPOSITORY for each in self._pending) == _MAX_RELOADS:
             raise ResourceExhausted(f"{_MAX_RELOADS} reloads are queued already")
-        self._pending.append(waiter)
+        self._pending.append(_Waiter(on_done, _Kind.DRY_RUN if is_dry_run else _Kind.RELOAD))
         if len(self._pending) == 1:
             self._loop.call_soon(self._start_read)
 
@@ -175,9 +180,10 @@ class Reloader:
         """Start to read the file for all queued reloads. A reload that is requested later needs another read."""
         if self._file is None or self._active or not self._pending:
             return
-        self._active, self._pending = self._pending, []
-        reads_file = any(each.kind is not _Kind.REPOSITORY for each in self._active)
-        text = None if reads_file else self._file.text_in_force
+        # A changed repository is read with the text in force, and never with a file that no reload has put in force.
+        self._active = [each for each in self._pending if each.kind is not _Kind.REPOSITORY] or self._pending
+        self._pending = [each for each in self._pending if each not in self._active]
+        text = self._file.text_in_force if self._active[0].kind is _Kind.REPOSITORY else None
         try:
             self._reader.start(self._file.path, self._file.listen_addresses, self._on_read, text)
         except OSError as error:
@@ -211,7 +217,7 @@ class Reloader:
 
         Raises:
             InvalidArgument: the file is invalid; nothing has changed.
-            Unavailable: weightd is stopping, or a model is being updated; nothing has changed.
+            Unavailable: weightd is shutting down, or a model is being updated; nothing has changed.
         """
         file = self._file
         if file is None or self._shutdown.has_begun:
@@ -227,6 +233,8 @@ class Reloader:
             if kind is _Kind.RELOAD:
                 file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
+        if kind is _Kind.RELOAD:
+            file.note = ""
         file.text_in_force = result.text
         self.watch_repository()
         if self._service is not None:

@@ -1,7 +1,7 @@
-"""The model repository while the daemon runs: which versions it serves, and the search for changes.
+"""The model repository while the daemon runs: selects the versions to serve, and watches the files for changes.
 
-A thread searches, because a file system may not answer for a long time. After a change, the helper process of a reload
-reads the repository together with the configuration in force.
+A thread searches the repository for changes, because its file system may not answer for a long time. After a change,
+the helper process of a reload reads the repository together with the configuration in force.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weightd_daemon.config.load import Config, ConfigError
+from weightd_daemon.config.load import Config
 from weightd_daemon.config.repository import Repository, RepositoryConfig, scan, select_versions
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_daemon.models.model import ServedModel
@@ -26,20 +27,17 @@ from weightd_protocol.model_names import join_version, split_version
 
 _log = logging.getLogger("weightd")
 
-# A change is followed by others soon: the search begins when this time has passed without one.
+# Seconds without a change before the search begins, because other changes usually follow a change soon.
 _QUIET_S = 0.2
 
 
 def select_models(config: Config, models: Mapping[str, ServedModel], records: Iterable[ModelRecord] = ()) -> Config:
-    """Return the configuration with the versions of the repository that are to be served now.
+    """Return the configuration with only those versions of the repository's models that the daemon has to serve now.
 
     Args:
         config: the configuration with all versions.
         models: the models that are served.
         records: the models that a previous daemon has handed over, at the start.
-
-    Raises:
-        ConfigError: there would be too many models.
     """
     if config.repository is None:
         return config
@@ -49,12 +47,16 @@ def select_models(config: Config, models: Mapping[str, ServedModel], records: It
     for name, versions in config.version_sets.items():
         if versions.keep:
             kept = _select(name, versions, config, models, handed_over)
-            version_sets[name] = dataclasses.replace(versions, versions=kept)
+            traffic = tuple(each for each in versions.traffic if each[0] in kept)
+            version_sets[name] = dataclasses.replace(versions, versions=kept, traffic=traffic)
             removed.update(join_version(name, str(each)) for each in versions.versions if each not in kept)
     selected = {name: model for name, model in config.models.items() if name not in removed}
-    if len(selected) > limits.MAX_MODELS:
-        text = f"expected at most {limits.MAX_MODELS} models and versions, got {len(selected)}"
-        raise ConfigError(f"{config.repository.path}: {text}")
+    # Surplus models at the end of the repository are left out.
+    for name in [name for name in reversed(version_sets) if version_sets[name].keep]:
+        if len(selected) <= limits.MAX_MODELS:
+            break
+        for version in version_sets.pop(name).versions:
+            del selected[join_version(name, str(version))]
     return dataclasses.replace(config, models=selected, version_sets=version_sets)
 
 
@@ -73,7 +75,8 @@ def _select(
         model = models.get(full_name)
         if model is not None:
             current.add(version)
-            # A version whose files have changed is not proven until it has been loaded again.
+            # A version is proven if its present files were loaded. If the files have changed, the version must be
+            # loaded again first.
             is_same = model.config.revision == config.models[full_name].revision
             was_loaded = model.loading.is_unloaded and model.dispatcher.signature.built is not None
             if is_same and (model.readiness.is_complete or was_loaded):
@@ -88,9 +91,9 @@ def _select(
 
 
 def unproven_versions(config: Config, models: Mapping[str, ServedModel]) -> Sequence[ServedModel]:
-    """Return the newest versions that load on demand and were never loaded, beside an older version that serves.
+    """Return each model's newest version that loads on demand and was never loaded, while an older version serves.
 
-    They have to be loaded now: as long as the older version serves, no request would cause that.
+    The daemon must load them without a request: as long as the older version serves, it answers all requests.
     """
     waiting: list[ServedModel] = []
     for name, versions in config.version_sets.items():
@@ -103,8 +106,8 @@ def unproven_versions(config: Config, models: Mapping[str, ServedModel]) -> Sequ
     return waiting
 
 
-def keep_broken_of_daemon(config: Config, records: Iterable[ModelRecord]) -> Config:
-    """Return the configuration with the broken models of the repository as the previous daemon has handed them over."""
+def keep_handed_over(config: Config, records: Iterable[ModelRecord]) -> Config:
+    """Return the result of `keep_unreadable` for the models that the previous daemon has handed over."""
     models = {each.name: each.config for each in records if each.config.revision}
     numbers: dict[str, list[int]] = {}
     for full_name in models:
@@ -112,7 +115,7 @@ def keep_broken_of_daemon(config: Config, records: Iterable[ModelRecord]) -> Con
         numbers.setdefault(name, []).append(int(version))
     keep = 1 if config.repository is None else config.repository.keep
     sets = {name: VersionSetConfig(tuple(sorted(found)), keep=keep) for name, found in numbers.items()}
-    return keep_broken(config, dataclasses.replace(config, models=models, version_sets=sets))
+    return keep_unreadable(config, dataclasses.replace(config, models=models, version_sets=sets))
 
 
 def log_problems(config: Config, previous: Mapping[str, str]) -> None:
@@ -123,23 +126,36 @@ def log_problems(config: Config, previous: Mapping[str, str]) -> None:
                 _log.warning("repository: %s", line)
 
 
-def keep_broken(config: Config, previous: Config) -> Config:
-    """Return the configuration with the models whose directories cannot be read as they were before."""
-    broken = config.repository_problems
-    before = previous.version_sets.items()
-    kept = {name: versions for name, versions in before if versions.keep and (name in broken or "" in broken)}
-    kept = {name: versions for name, versions in kept.items() if name not in config.version_sets}
-    if config.repository is None or not kept:
+def keep_unreadable(config: Config, previous: Config) -> Config:
+    """Return the configuration with the versions in the repository that cannot be read now as they were before.
+
+    These are all versions of a model whose directory has an error, and the versions whose files have changed but have
+    not settled yet.
+    """
+    if config.repository is None:
         return config
-    models = {full_name: model for full_name, model in previous.models.items() if split_version(full_name)[0] in kept}
-    return dataclasses.replace(config, models={**config.models, **models}, version_sets={**config.version_sets, **kept})
+    problems, models, version_sets = config.repository_problems, dict(config.models), dict(config.version_sets)
+    for name, before in previous.version_sets.items():
+        now = version_sets.get(name)
+        if not before.keep or name in models or (now is not None and not now.keep):
+            continue  # the table [models.NAME] takes precedence
+        is_broken = now is None and (name in problems or "" in problems)
+        kept = set(() if now is None else now.versions)
+        for version in before.versions:
+            full_name = join_version(name, str(version))
+            if full_name in previous.models and (is_broken or full_name in config.unsettled):
+                models[full_name] = previous.models[full_name]
+                kept.add(version)
+        if kept:
+            version_sets[name] = dataclasses.replace(now or before, versions=tuple(sorted(kept)))
+    return dataclasses.replace(config, models=models, version_sets=version_sets)
 
 
 class RepositoryWatcher:
-    """Searches the repository for changes in a thread.
+    """Watches the repository for changes, in a thread.
 
     Args:
-        config: the table [repository].
+        config: the table [repository] of the configuration.
         loop: calls `on_change`.
         on_change: called in the event loop after the repository has changed.
     """
@@ -149,7 +165,8 @@ class RepositoryWatcher:
         self._loop = loop
         self._on_change = on_change
         self._is_stopped = False
-        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # The thread reports a change by the first descriptor, and is stopped by the second one.
+        self._wakeup, self._stop = (os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(2))
         self._watch: DirectoryWatch | None = None
 
     def start(self) -> None:
@@ -163,34 +180,47 @@ class RepositoryWatcher:
         threading.Thread(target=self._run, name="repository", daemon=True).start()
 
     def stop(self) -> None:
-        """Report no more changes; the thread ends after its present wait."""
+        """Report no more changes, and end the thread once a search in progress has ended."""
         self._is_stopped = True
         self._loop.remove(self._wakeup)
+        os.eventfd_write(self._stop, 1)
 
     def _run(self) -> None:
         previous: Repository | None = None
         while not self._is_stopped:
-            self._wait(previous)
-            found = scan(self.config)
-            # Between the start and the first search, the repository may have changed, too.
-            if found != previous and not self._is_stopped:
-                os.eventfd_write(self._wakeup, 1)
-            previous = found
-        os.close(self._wakeup)
+            try:
+                previous = self._search(previous)
+                is_settled = not previous.unsettled
+            except Exception:  # noqa: BLE001 - the thread has to go on
+                _log.exception("repository: the search for changes failed")
+                is_settled = True
+            self._wait(is_settled=is_settled)
         if self._watch is not None:
             self._watch.close()
+        os.close(self._stop)
+        os.close(self._wakeup)
 
-    def _wait(self, previous: Repository | None) -> None:
+    def _search(self, previous: Repository | None) -> Repository:
+        if self._watch is not None:
+            # New directories are watched before the search, so that no change after the search goes unnoticed.
+            self._watch.watch(_directories(Path(self.config.path)))
+        found = scan(self.config)
+        # Between the start and the first search, the repository may have changed, too.
+        if found != previous and not self._is_stopped:
+            os.eventfd_write(self._wakeup, 1)
+        return found
+
+    def _wait(self, *, is_settled: bool) -> None:
         """Wait for a change, for the time after which unsettled files are taken, or for the poll interval."""
-        if previous is None:
-            return
-        timeout_s = self.config.poll if previous.is_settled else min(self.config.poll, self.config.settle + _QUIET_S)
-        if self._watch is None:
-            time.sleep(timeout_s)
-            return
-        self._watch.watch(_directories(Path(self.config.path)))
+        timeout_s = self.config.poll if is_settled else min(self.config.poll, self.config.settle + _QUIET_S)
         deadline = time.monotonic() + timeout_s
-        while self._watch.wait(min(timeout_s, deadline - time.monotonic())):
+        poll = select.poll()
+        poll.register(self._stop, select.POLLIN)
+        if self._watch is not None:
+            poll.register(self._watch, select.POLLIN)
+        while not self._is_stopped and poll.poll(1000 * max(0.0, min(timeout_s, deadline - time.monotonic()))):
+            if self._watch is not None:
+                self._watch.clear()
             timeout_s = _QUIET_S
 
     def _on_wakeup(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -267,3 +268,89 @@ def test_checks_files_of_models_to_be_loaded(tmp_path: Path) -> None:
     path.write_text(f'[models.old]\npath = "{missing}"\npython = "python3"\nworkers = 2\n')
     with pytest.raises(InvalidArgument, match=r"models\.old\.path"):
         harness.reload()
+
+
+# --- the model repository -------------------------------------------------------------------------------------------
+
+
+class RepositoryHarness(ReloadHarness):
+    """A reloader whose repository changes when the test says so."""
+
+    def __init__(self, directory: Path, rest: str = "") -> None:
+        (directory / "models/a/1").mkdir(parents=True)
+        path = directory / "weightd.toml"
+        path.write_text(f'[repository]\npath = "models"\nsettle = 0.0\n{rest}')
+        registry = mock.MagicMock(models={})
+        registry.compare.side_effect = lambda models: ConfigDiff(tuple(models), (), (), ())
+        super().__init__(path, registry)
+        self.loop.add_timer(self.reloader.repository_timer)
+
+    def change(self) -> None:
+        """Report a change of the repository."""
+        self.reloader.repository_timer.set(0.0)
+        self.loop.run_once(0.0)
+        self.loop.run_once(0.0)
+
+    def read_text(self) -> str | None:
+        """Return the text that the current read is to use; None for the file."""
+        text: str | None = self.reader.start.call_args.args[-1]
+        return text
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[RepositoryHarness]:
+    with mock.patch("weightd_daemon.reload.RepositoryWatcher"):
+        yield RepositoryHarness(tmp_path)
+
+
+def test_repository_is_read_with_the_text_in_force(repository: RepositoryHarness) -> None:
+    in_force = repository.path.read_text()
+    repository.path.write_text(in_force + "[daemon]\nmax_model_bytes = 1\n")
+    results: list[Any] = []
+    repository.reloader.request(results.append, is_dry_run=True)
+    repository.change()
+    # The dry run comes first, alone: its file must not get into force.
+    assert repository.read_text() is None
+    repository.answer()
+    assert len(results) == 1
+    repository.loop.run_once(0.0)
+    assert repository.read_text() == in_force
+    (repository.path.parent / "models/a/1/model.onnx").touch()
+    repository.answer()
+    assert repository.in_force.config.daemon.max_model_bytes == 0
+    assert list(repository.in_force.config.models) == ["a@1"]
+    assert repository.daemon_counters.reloads == 0
+
+
+def test_refused_change_of_repository_is_tried_again(
+    repository: RepositoryHarness, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository.registry.compare.side_effect = Unavailable("a@1 is being updated")
+    repository.change()
+    repository.answer()
+    assert "repository: the changes are not in force: a@1 is being updated" in caplog.text
+    assert 0.0 < repository.reloader.repository_timer.due_at < float("inf")
+
+
+def test_other_models_do_not_stop_changes_of_repository(tmp_path: Path) -> None:
+    with mock.patch("weightd_daemon.reload.RepositoryWatcher"):
+        harness = RepositoryHarness(tmp_path, MODEL)
+        unloaded = SimpleNamespace(is_unloaded=True, may_retry=False)
+        harness.registry.models["m"] = mock.Mock(loading=unloaded)
+        harness.registry.compare.side_effect = lambda models: ConfigDiff(("a@1",), (), (), ("m",))
+        (tmp_path / "models/a/1/model.onnx").touch()
+        harness.change()
+        harness.answer()
+        assert list(harness.in_force.config.models) == ["m", "a@1"]
+        with pytest.raises(InvalidArgument, match=r"models\.m\.path"):
+            harness.reload()
+
+
+def test_notes_of_file_and_repository_are_separate(repository: RepositoryHarness) -> None:
+    repository.file.note = "not reloaded"
+    (repository.path.parent / "models/a/config.toml").write_text("=")
+    (repository.path.parent / "models/a/1/model.onnx").touch()
+    repository.change()
+    repository.answer()
+    assert repository.file.note == "not reloaded"
+    assert "config.toml: not TOML" in repository.file.repository_note

@@ -15,15 +15,15 @@ import pytest
 from testkit.waiting import until
 from weightd_daemon import repository
 from weightd_daemon.config.daemon import DaemonConfig
-from weightd_daemon.config.load import Config, ConfigError
+from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.repository import RepositoryConfig
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.repository import (
     RepositoryWatcher,
-    keep_broken,
-    keep_broken_of_daemon,
+    keep_handed_over,
+    keep_unreadable,
     log_problems,
     select_models,
     unproven_versions,
@@ -93,11 +93,35 @@ def test_configured_versions_are_all_served() -> None:
     assert select_models(config, {}) == config
 
 
-def test_number_of_selected_models_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surplus_models_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_MODELS", 2)
     assert len(select_models(config_of(1, 2), {}).models) == 2
-    with pytest.raises(ConfigError, match="expected at most 2 models and versions, got 3"):
-        select_models(config_of(1, 2, keep=2), {})
+    surplus = select_models(config_of(1, 2, keep=2), {})
+    assert (list(surplus.models), dict(surplus.version_sets)) == (["other"], {})
+
+
+def test_traffic_names_only_selected_versions() -> None:
+    config = config_of(1, 2)
+    sets = {"m": VersionSetConfig((1, 2), ((1, 9), (2, 1)), keep=1)}
+    assert select_models(dataclasses.replace(config, version_sets=sets), {}).version_sets["m"].traffic == ((2, 1),)
+
+
+def test_unsettled_version_stays_as_it_was() -> None:
+    before = config_of(1, 2, revision=1)
+    now = dataclasses.replace(config_of(2, revision=2), unsettled=frozenset({"m@1", "m@3"}))
+    kept = keep_unreadable(now, before)
+    assert {name: model.revision for name, model in kept.models.items()} == {"other": 2, "m@1": 1, "m@2": 2}
+    assert kept.version_sets["m"].versions == (1, 2)
+    nothing = Config(DaemonConfig(), {}, repository=REPOSITORY, unsettled=frozenset({"m@2"}))
+    assert list(keep_unreadable(nothing, before).models) == ["m@2"]
+
+
+@pytest.mark.parametrize("versions", [None, VersionSetConfig((7,))])
+def test_configured_model_replaces_the_one_in_the_repository(versions: VersionSetConfig | None) -> None:
+    own = ModelConfig("/m.onnx")
+    models, sets = ({"m": own}, {}) if versions is None else ({"m@7": own}, {"m": versions})
+    now = Config(DaemonConfig(), models, version_sets=sets, repository=REPOSITORY, repository_problems={"m": "twice"})
+    assert keep_unreadable(now, config_of(1, 2)) == now
 
 
 @pytest.mark.parametrize("broken", ["m", ""])
@@ -106,19 +130,19 @@ def test_unreadable_model_stays_as_it_was(broken: str) -> None:
     after = Config(
         DaemonConfig(), {"other": before.models["other"]}, repository=REPOSITORY, repository_problems={broken: "why"}
     )
-    assert keep_broken(after, before).models == before.models
-    assert keep_broken(after, before).version_sets == before.version_sets
+    assert keep_unreadable(after, before).models == before.models
+    assert keep_unreadable(after, before).version_sets == before.version_sets
     gone = dataclasses.replace(after, repository_problems={"another": "why"})
-    assert keep_broken(gone, before) == gone
+    assert keep_unreadable(gone, before) == gone
     without = dataclasses.replace(after, repository=None)
-    assert keep_broken(without, before) == without
+    assert keep_unreadable(without, before) == without
 
 
 def test_next_daemon_keeps_model_of_unreadable_directory(caplog: pytest.LogCaptureFixture) -> None:
     record: Any = SimpleNamespace(name="m@2", config=ModelConfig("/m.onnx", revision=5))
     own: Any = SimpleNamespace(name="other", config=ModelConfig("/other.onnx"))
     config = Config(DaemonConfig(), {}, repository=REPOSITORY, repository_problems={"": "no answer\nat all"})
-    kept = keep_broken_of_daemon(config, [record, own])
+    kept = keep_handed_over(config, [record, own])
     assert kept.models == {"m@2": record.config}
     assert kept.version_sets == {"m": VersionSetConfig((2,), keep=1)}
     log_problems(config, {})
@@ -181,7 +205,6 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watching]]:
     yield make
     for each in there:
         each.watcher.stop()
-        (tmp_path / "wake").mkdir()  # ends the wait of the thread
         until(lambda: "repository" not in {thread.name for thread in threading.enumerate()}, "the thread ends")
         each.loop.close()
 
@@ -225,3 +248,15 @@ def test_looks_again_when_files_have_settled(watch: Callable[..., Watching], tmp
     # The first report says that there is something unsettled, the second one that it is taken.
     watching.wait_beyond(watching.wait_beyond(1))
     os.utime(tmp_path / "m/1/model.onnx")
+
+
+def test_goes_on_after_an_error(
+    watch: Callable[..., Watching], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    watching = watch(poll=0.05)
+    watching.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(repository, "scan", None)
+        until(lambda: "the search for changes failed" in caplog.text, "the error is logged")
+    write(tmp_path, 1)
+    watching.wait_beyond(1)

@@ -30,6 +30,7 @@ from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.messages.control import (
+    PROMOTE,
     Load,
     LoadResponse,
     ModelMetadata,
@@ -38,6 +39,8 @@ from weightd_protocol.messages.control import (
     ReadyResponse,
     Reload,
     ReloadResponse,
+    Rollout,
+    RolloutResponse,
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
@@ -79,6 +82,7 @@ MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
     ([Events("1")], EventsResponse, "listens on"),
     ([Logs("1", MODEL)], LogsResponse, "tiny.1."),
     ([Update("1", MODEL, "{other}")], UpdateResponse, "(2,)"),
+    ([Rollout("1", "v", PROMOTE, 1)], RolloutResponse, "percent=100.0"),
     ([Reload("1")], ReloadResponse, "changed=()"),
     ([Unload("1", MODEL, wait=True)], LoadResponse, "unloaded"),
     ([Load("1", MODEL, wait=True)], LoadResponse, "serving"),
@@ -114,6 +118,7 @@ WEIGHTCTL = {
     "advise": Use("tiny --rows 8 --seconds 0.5", 0, "equal"),
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
+    "rollout": Use("v 1 --promote", 0, "v@1: 100 %"),
     "reload": Use("", 0, "no model changed"),
     "load": Use("tiny --wait", 0, "tiny: serving"),
     "retry": Use("tiny", 1, "tiny has not failed: it is serving"),
@@ -142,7 +147,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def service(names: dict[str, Path]) -> Iterator[Service]:
     tables = {MODEL: {"path": names["tiny"]}, "asleep": {"path": names["tiny"], "python": names["asleep"]}}
-    with Service(tables) as service:
+    versions: dict[str, object] = {"versions.1": names["tiny"], "load": "manual"}
+    with Service({**tables, "v": versions}) as service:
         yield service
 
 
@@ -178,7 +184,7 @@ def test_zeromq_clients_may_not_operate(service: Service, names: dict[str, Path]
         peer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         peer.connect(service.zmq_address)
         for sent, kind, words in MESSAGES:
-            operates = isinstance(sent[0], (Load, Unload, Logs, Update, Reload))
+            operates = isinstance(sent[0], (Load, Unload, Logs, Update, Rollout, Reload))
             for message in sent:
                 tensors = [ROW] if isinstance(message, Infer) else []
                 peer.send_multipart([*encode(filled(message, names)), *tensors])

@@ -99,7 +99,7 @@ owns the shared weights, and its workers attach to them.
 
 `weightctl reload` or SIGHUP reads the file again and adds, replaces and removes models without interrupting requests.
 Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except for `drain_timeout`,
-`accounting_interval`, `max_batch_seconds`, `max_model_bytes`, `min_resident` and `max_load_queue`."""
+`accounting_interval`, `max_batch_seconds`, `max_model_bytes`, `cache_bytes`, `min_resident` and `max_load_queue`."""
 
 _GATEWAY_DESCRIPTION = """\
 The configuration file of `weightd gateway`, in TOML. Every key has a default, but the gateway rejects all callers until
@@ -130,6 +130,7 @@ EXAMPLES: Mapping[str, str] = {
     "acts_for": '["shop-*"]',
     "address": '"ipc:///run/weightd/weightd.sock"',
     "anonymous": '"-"',
+    "cache_bytes": "50000000000",
     "cache_dir": '"/var/cache/weightd"',
     "client_ca": '"/etc/weightd/clients.pem"',
     "config_file": '"/etc/weightd/resnet50.cfg"',

@@ -31,7 +31,7 @@ class ModelLookup:
         registry: the models.
 
     Attributes:
-        registry: as above.
+        registry: the models.
     """
 
     def __init__(self, registry: ModelRegistry) -> None:
@@ -41,11 +41,10 @@ class ModelLookup:
     # --- for clients --------------------------------------------------------------------------------------------
 
     def find(self, name: str, viewer: Tenant) -> ServedModel:
-        """Return a model that this tenant may see; of a model with several versions, the one that answers requests.
+        """Return the model with this name, or the version that answers its requests, if the tenant may see the model.
 
         Raises:
-            NotFound: no such model exists for this tenant. The error does not reveal whether another tenant can see one
-                of that name.
+            NotFound: the tenant can see no model of this name. The error does not reveal whether another tenant can.
         """
         resolved = self.resolve(name)
         model = self.registry.models.get(resolved)
@@ -59,7 +58,7 @@ class ModelLookup:
         """Return the model that answers an inference request, and the request's description with this model's name.
 
         Raises:
-            NotFound: as `find`.
+            NotFound: see `find`.
         """
         name = resolved = description.model_name
         model = self.registry.models.get(name)
@@ -73,18 +72,17 @@ class ModelLookup:
     def resolve(self, name: str, request_id: str = "") -> str:
         """Return the name of the model that answers a request to `name`; `name` itself if there is no such model.
 
-        For a model with several versions, it is one of these. NAME@1 is another name of a model without versions.
+        For a model with several versions, the result is the name of one version. NAME@1 is another name of a model
+        without versions.
 
         Args:
             name: the name in the request.
-            request_id: the id of the request, which decides between versions that share the requests.
+            request_id: the id of the request; it decides which version answers if several versions share the requests.
         """
         if name in self.registry.models:
             return name
-        version_set = self._version_sets.get(name)
-        if version_set is not None:
-            version = version_set.choose(request_id, lambda each: self._readiness_of(join_version(name, str(each))))
-            return join_version(name, str(version))
+        if name in self._version_sets:
+            return join_version(name, str(self._choose(name, request_id)))
         model, version_text = split_version(name)
         return model if version_text == ONLY_VERSION else name
 
@@ -98,7 +96,7 @@ class ModelLookup:
         return {name: model for name, model in self.registry.models.items() if viewer.can_see(name)}
 
     def visible_names(self, viewer: Tenant) -> list[str]:
-        """Return the names of the models that this tenant may see, those with several versions included."""
+        """Return the names of the models that this tenant may see, including models with several versions."""
         sets = [name for name in self._version_sets if viewer.can_see(name)]
         return [*self.visible_models(viewer), *sets]
 
@@ -116,13 +114,15 @@ class ModelLookup:
             return VersionReadiness.UNAVAILABLE
         if model.readiness.may_serve_soon:
             return VersionReadiness.SERVING
-        is_loadable = model.loading.unavailable is None or model.config.is_on_demand
-        return VersionReadiness.LOADABLE if is_loadable else VersionReadiness.UNAVAILABLE
+        if model.loading.unavailable is not None and not model.config.is_on_demand:
+            return VersionReadiness.UNAVAILABLE
+        has_served = model.dispatcher.signature.built is not None
+        return VersionReadiness.LOADABLE if has_served else VersionReadiness.UNPROVEN
 
     # --- versions -----------------------------------------------------------------------------------------------
 
     def configure(self, configs: Mapping[str, VersionSetConfig], rollouts: Iterable[RolloutRecord] = ()) -> None:
-        """Apply the configured versions; `rollouts` are the rollouts that the previous daemon has left."""
+        """Apply the configured versions; `rollouts` are the rollouts that the previous daemon has handed over."""
         previous, self._version_sets = self._version_sets, {}
         for name, config in configs.items():
             version_set = self._version_sets[name] = previous.get(name) or VersionSet(name, config)
@@ -134,7 +134,7 @@ class ModelLookup:
                 restored.configure(restored.config)
 
     def version_sets(self, viewer: Tenant | None) -> tuple[VersionSetStatus, ...]:
-        """Return the models with several versions that a tenant may see; with None, all of them."""
+        """Return the status of the models with several versions that a tenant may see; for None, of all such models."""
         return tuple(
             VersionSetStatus(name, self.version_shares(name), bool(version_set.rollout))
             for name, version_set in self._version_sets.items()
@@ -142,9 +142,9 @@ class ModelLookup:
         )
 
     def version_shares(self, name: str) -> tuple[VersionShare, ...]:
-        """Return the versions of a model, and the percentage of the requests without a version that each gets now."""
+        """Return each version of a model with its present percentage of the requests that name no version."""
         version_set = self._version_sets[name]
-        shares = version_set.shares or {self._default_version(name): 1.0}
+        shares = version_set.shares or {self._choose(name): 1.0}
         return tuple(VersionShare(each, 100 * shares.get(each, 0.0)) for each in version_set.config.versions)
 
     def roll_out(self, message: Rollout) -> None:
@@ -162,7 +162,7 @@ class ModelLookup:
         elif message.action == PROMOTE:
             version_set.promote(message.version)
         else:
-            version_set.start_rollout(message.version, message.percent, self._default_version(name))
+            version_set.start_rollout(message.version, message.percent, self._choose(name))
         text = ", ".join(f"{each.percent:g} % to version {each.version}" for each in self.version_shares(name))
         _log.info("%s: requests without a version go %s", name, text, extra=subject_extra(name))
 
@@ -174,6 +174,7 @@ class ModelLookup:
             if version_set.rollout
         ]
 
-    def _default_version(self, name: str) -> int:
-        """Return the version that answers a request with an empty id."""
-        return int(split_version(self.resolve(name))[1])
+    def _choose(self, name: str, request_id: str = "") -> int:
+        """Return the version of a model that answers a request."""
+        version_set = self._version_sets[name]
+        return version_set.choose(request_id, lambda each: self._readiness_of(join_version(name, str(each))))

@@ -1,4 +1,4 @@
-"""Models with several versions, and which version answers a request that names none. No I/O, no clock."""
+"""Models with several versions, and which version answers a request that names none. Uses no I/O and no clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class VersionReadiness(enum.IntEnum):
     """Whether a version can answer a request."""
 
     UNAVAILABLE = 0  # it has failed, or only an operator loads it
-    LOADABLE = 1  # it is loading, or a request loads it
-    SERVING = 2
+    UNPROVEN = 1  # it is loading, or a request loads it; it was never loaded before
+    LOADABLE = 2  # likewise, and it was loaded before
+    SERVING = 3
 
 
 class VersionSet:
@@ -29,8 +30,9 @@ class VersionSet:
         config: the versions and their traffic in the configuration.
 
     Attributes:
-        config: as above; a reload replaces it.
-        rollout: the shares that an operator has set; they take precedence over the configuration. Empty for none.
+        config: the present configuration; a reload replaces it.
+        rollout: the shares that an operator has set; they take precedence over the configuration. Empty if no operator
+            has set shares.
     """
 
     def __init__(self, name: str, config: VersionSetConfig) -> None:
@@ -56,8 +58,8 @@ class VersionSet:
         """Return the version that answers a request.
 
         With shares, the id of the request decides, so the same id always gets the same version. Without shares, and if
-        the version of the id is not available, it is the newest version that serves, or else the newest one that loads
-        or can be loaded.
+        the version of the id is not available, it is the newest version that serves, or else the newest one that was
+        loaded before, or else the newest one that loads or can be loaded.
 
         Args:
             request_id: the id of the request.
@@ -73,7 +75,7 @@ class VersionSet:
         return max(self.config.versions, key=lambda each: (readiness_of(each), each))
 
     def start_rollout(self, version: int, percent: float, default: int) -> None:
-        """Send a percentage of the requests to a version; the others keep their proportions.
+        """Send a percentage of the requests to one version; the other versions keep their proportions among each other.
 
         Args:
             version: the version.
@@ -82,7 +84,8 @@ class VersionSet:
 
         Raises:
             InvalidArgument: the model has no such version.
-            FailedPrecondition: no other version has requests that the version could leave to it.
+            FailedPrecondition: `percent` is less than 100, but no other version has a share and could answer the
+                remaining requests.
         """
         self._check_version(version)
         others = {each: share for each, share in (self.shares or {default: 1.0}).items() if each != version}
@@ -106,7 +109,7 @@ class VersionSet:
         """Return to the shares in the configuration.
 
         Raises:
-            FailedPrecondition: no rollout has changed them.
+            FailedPrecondition: no rollout has changed the shares.
         """
         if not self.rollout:
             raise FailedPrecondition(f"no rollout of {self._name} is in progress")

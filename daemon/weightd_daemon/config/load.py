@@ -25,7 +25,7 @@ from weightd_daemon.config.groups import (
 from weightd_daemon.config.listeners import ListenerConfig, read_listeners
 from weightd_daemon.config.model import LOAD_KEYS, ModelConfig
 from weightd_daemon.config.model_rules import check_versions, complete_model, version_configs
-from weightd_daemon.config.repository import CONFIG_FILE, Repository, RepositoryConfig, scan
+from weightd_daemon.config.repository import CONFIG_FILE, RepositoryConfig, scan
 from weightd_daemon.config.tenants import TenantConfig, read_tenants
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_protocol import limits
@@ -66,6 +66,7 @@ class Config:
         version_sets: the models with several versions by name; `models` has each version as NAME@VERSION.
         repository: the table [repository]; None without one.
         repository_problems: as in `Repository.problems`, with the errors in the keys of the models.
+        unsettled: as in `Repository.unsettled`.
         tenants: the tenants by name; without tenants, all clients have the same rights.
     """
 
@@ -78,6 +79,7 @@ class Config:
     version_sets: Mapping[str, VersionSetConfig] = field(default_factory=dict[str, VersionSetConfig])
     repository: RepositoryConfig | None = None
     repository_problems: Mapping[str, str] = field(default_factory=dict[str, str])
+    unsettled: frozenset[str] = frozenset()
 
 
 class CheckedConfig(NamedTuple):
@@ -108,7 +110,7 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
 
 
 def load_text(text: str, path: Path, listen_addresses: Sequence[str] = ()) -> Config:
-    """Return the configuration in the text of a file, which may have changed since. For the arguments, see `load`."""
+    """Return the configuration in `text`, which was read from `path` before. For the other arguments, see `load`."""
     checked = _check_text(text, path, listen_addresses)
     if checked.problems:
         raise ConfigError(*checked.problems)
@@ -201,17 +203,24 @@ def _parse_tables(
         members = {name for group in groups.values() for name in group.models}
         if "models" in content or repository is None:
             _read_models(content.get("models"), read, _ModelContext(devices, members, base, problems))
-    repository_problems: dict[str, str] = {}
-    if repository is not None and not problems.errors:
-        repository = dataclasses.replace(repository, path=str(base / repository.path))
-        found = scan(repository)
-        repository_problems = {**found.problems, **_read_repository(repository, found, read, devices)}
+    if repository is not None:
+        repository = dataclasses.replace(repository, path=str(base / (repository.path or "")))
+    content_problems, unsettled = _read_repository(None if problems.errors else repository, read, devices)
     models = read.valid
     with problems.at(".groups"):
         groups = complete_groups(groups, models, problems)
     models.update(with_memberships(groups, models))
     config = Config(
-        daemon, models, devices, listeners, groups, tenants, read.version_sets, repository, repository_problems
+        daemon,
+        models,
+        devices,
+        listeners,
+        groups,
+        tenants,
+        read.version_sets,
+        repository,
+        content_problems,
+        unsettled,
     )
     return config, read.loadable, problems
 
@@ -280,21 +289,28 @@ def _read_model(name: str, table: Any, read: _ReadModels, context: _ModelContext
             if problems.wrong_keys().isdisjoint(LOAD_KEYS):
                 read.loadable[each] = config
             if len(problems.errors) > before:
-                break  # the keys of the other versions are the same, apart from the path
+                break  # the other versions differ only in their paths, so they have the same errors
             read.valid[each] = config
 
 
 def _read_repository(
-    repository: RepositoryConfig, found: Repository, read: _ReadModels, devices: Mapping[str, DeviceConfig]
-) -> dict[str, str]:
-    """Add the models of a repository to `read`, and return the error of each model that is left out."""
-    errors: dict[str, str] = {}
+    repository: RepositoryConfig | None, read: _ReadModels, devices: Mapping[str, DeviceConfig]
+) -> tuple[Mapping[str, str], frozenset[str]]:
+    """Add the models of a repository to `read`; return `repository_problems` and `unsettled` of `Config`."""
+    if repository is None:
+        return {}, frozenset()
+    found = scan(repository)
+    errors = dict(found.problems)
     for name, model in found.models.items():
         if name in read.version_sets or name in read.loadable:
             errors[name] = f"{model.directory}: the configuration has a table [models.{label(name)}]"
             continue
         own, problems = _ReadModels({}, {}, {}), ErrorCollector()
-        table = {"load": repository.load, **model.table}
+        try:
+            table = {"load": repository.load, **model.table()}
+        except ValueError as error:
+            errors[name] = f"{model.directory / CONFIG_FILE}: {error}"
+            continue
         _read_model(name, table, own, _ModelContext(devices, (), model.directory, problems), repository.keep)
         if problems.errors:
             errors[name] = "\n".join(f"{model.directory / CONFIG_FILE}: {error}" for error in problems.errors)
@@ -303,4 +319,4 @@ def _read_repository(
         for each, config in own.valid.items():
             changed_at = model.changed_at[split_version(each)[1]]
             read.valid[each] = read.loadable[each] = dataclasses.replace(config, revision=changed_at)
-    return errors
+    return errors, found.unsettled

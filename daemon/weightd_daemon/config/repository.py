@@ -6,6 +6,7 @@ versions there may be a file NAME/config.toml with keys of [models.NAME].
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -21,6 +22,7 @@ from weightd_common.toml_schema import MAX_SECONDS, check_name, user_path
 from weightd_daemon.config.model import LoadMode
 from weightd_daemon.engines import ENGINES
 from weightd_protocol import limits
+from weightd_protocol.model_names import join_version
 from weightd_protocol.schema import integer, label, number, one_of
 
 if sys.version_info >= (3, 11):
@@ -34,9 +36,6 @@ CONFIG_FILE = "config.toml"
 _MODEL_STEM = "model"
 _SUFFIXES = frozenset(each.suffix for each in ENGINES.values())
 _VERSION_PATTERN = re.compile(r"[1-9][0-9]{0,8}")
-
-# Versions of each model that are read beside the newest ones, in case these cannot be loaded.
-_OLDER_VERSIONS = 7
 
 # Keys of config.toml that follow from the layout of the directory.
 _LAYOUT_KEYS = ("path", "versions")
@@ -68,28 +67,48 @@ class RepositoryModel(NamedTuple):
 
     Attributes:
         directory: its directory, to which the paths in its config.toml are relative.
-        table: its table [models.NAME].
-        changed_at: for each version, when its files last changed, in nanoseconds, so that a changed version is noticed.
+        content: the content of its config.toml; empty without one.
+        files: the model file of each version.
+        changed_at: for each version, when its files last changed, in nanoseconds since the epoch.
     """
 
     directory: Path
-    table: Mapping[str, Any]
+    content: bytes
+    files: Mapping[str, str]
     changed_at: Mapping[str, int]
+
+    def table(self) -> dict[str, Any]:
+        """Return the model's table [models.NAME].
+
+        Raises:
+            ValueError: config.toml is not TOML, or has a key that follows from the layout of the directory.
+        """
+        try:
+            table = tomllib.loads(self.content.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not TOML: {error}") from None
+        for key in _LAYOUT_KEYS:
+            if key in table:
+                raise ValueError(f"{label(key)}: follows from the directories of the versions")
+        if type(table.get("traffic")) is dict:
+            # A version that was deleted needs no share any more.
+            table["traffic"] = {each: weight for each, weight in table["traffic"].items() if each in self.files}
+        return {**table, "versions": self.files}
 
 
 class Repository(NamedTuple):
     """The content of a repository.
 
     Attributes:
-        models: the models by name.
+        models: the models by name, with the versions whose files have settled.
+        unsettled: the versions, as NAME@VERSION, whose files have changed so recently that they are not taken yet.
         problems: an error by the name of its model, which is left out; by "" if the whole directory cannot be read. A
             name with unprintable characters is quoted.
-        is_settled: whether no file has changed so recently that it is not taken yet.
     """
 
     models: Mapping[str, RepositoryModel]
+    unsettled: frozenset[str]
     problems: Mapping[str, str]
-    is_settled: bool
 
 
 def scan(config: RepositoryConfig, now: float | None = None) -> Repository:
@@ -97,104 +116,101 @@ def scan(config: RepositoryConfig, now: float | None = None) -> Repository:
 
     Args:
         config: the table with an absolute path.
-        now: the present time in seconds since the epoch; None: the clock's.
+        now: the current time in seconds since the epoch; None to read it from the clock.
     """
     root, problems = Path(config.path), dict[str, str]()
     models: dict[str, RepositoryModel] = {}
-    newest = float("-inf")
+    unsettled: set[str] = set()
     try:
         names = sorted(each.name for each in os.scandir(root) if each.is_dir() and not each.name.startswith("."))
     except OSError as error:
-        return Repository({}, {"": f"repository.path: {root}: {error.strerror}"}, is_settled=True)
+        return Repository({}, frozenset(), {"": f"repository.path: {root}: {error.strerror}"})
     settled_before = (time.time() if now is None else now) - config.settle
-    for name in names[: limits.MAX_MODELS]:
+    for name in names:
         directory, shown = root / name, f"{root}/{label(name)}"
         try:
             for wrong in check_name("model", name):
                 raise ValueError(wrong.problem)
-            found = dict(_versions(directory, config.keep + _OLDER_VERSIONS))
-            table = _read_table(directory)
+            if len(models) >= limits.MAX_MODELS:
+                raise ValueError(f"expected at most {limits.MAX_MODELS} models, got more")
+            found = dict(
+                itertools.islice(_versions(directory, settled_before + config.settle), limits.MAX_MODEL_VERSIONS)
+            )
+            content = _read_config(directory)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             problems[label(name)] = f"{shown}: {reason}"
             continue
-        newest = max([newest, *(changed_at / 1e9 for _, changed_at in found.values())])
-        settled = {each: found[each] for each in found if found[each][1] / 1e9 <= settled_before}
+        settled = {version for version, (_, changed_at) in found.items() if changed_at / 1e9 <= settled_before}
+        unsettled.update(join_version(name, version) for version in found if version not in settled)
         if settled:
-            versions = {version: str(path) for version, (path, _) in settled.items()}
-            changes = {version: changed_at for version, (_, changed_at) in settled.items()}
-            models[name] = RepositoryModel(directory, {**table, "versions": versions}, changes)
-    if len(names) > limits.MAX_MODELS:
-        for name in names[limits.MAX_MODELS :]:
-            problems[label(name)] = (
-                f"{root}/{label(name)}: expected at most {limits.MAX_MODELS} models, got {len(names)}"
-            )
-    return Repository(models, problems, is_settled=newest <= settled_before)
+            files = {version: str(path) for version, (path, _) in found.items() if version in settled}
+            changes = {version: changed_at for version, (_, changed_at) in found.items() if version in settled}
+            models[name] = RepositoryModel(directory, content, files, changes)
+    return Repository(models, frozenset(unsettled), problems)
 
 
-def _versions(directory: Path, count: int) -> Iterator[tuple[str, tuple[Path, int]]]:
-    """Yield the newest versions of a model, each with its model file and the time of its last change."""
+def _versions(directory: Path, now: float) -> Iterator[tuple[str, tuple[Path, int]]]:
+    """Yield the versions of a model, newest first, each with its model file and the time of its last change."""
     numbers = [each.name for each in os.scandir(directory) if _VERSION_PATTERN.fullmatch(each.name) and each.is_dir()]
-    for version in sorted(numbers, key=int, reverse=True)[: min(count, limits.MAX_MODEL_VERSIONS)]:
-        entries = [directory / version, *(Path(each.path) for each in os.scandir(directory / version))]
-        model = _model_file(entries[1:])
+    for version in sorted(numbers, key=int, reverse=True):
+        entries = [Path(each.path) for each in os.scandir(directory / version) if not each.name.startswith(".")]
+        model = _model_file(entries)
         if model is not None:
-            yield version, (model, max(_changed_at(each) for each in entries))
+            yield version, (model, max(_changed_at(each, now) for each in (directory / version, *entries)))
 
 
 def _model_file(paths: list[Path]) -> Path | None:
     """Return the model among the files of a version: model.onnx or model.mindir, or the only file with its suffix."""
-    # A name that is not UTF-8 cannot be shown to clients.
+    # Ignore a file whose name is not UTF-8, because the name cannot be shown to clients.
     files = [each for each in paths if each.suffix in _SUFFIXES and each.name.isprintable()]
     named = [each for each in files if each.stem == _MODEL_STEM]
     return next(iter(named if len(named) == 1 else files if len(files) == 1 else []), None)
 
 
-def _changed_at(path: Path) -> int:
-    # A program that copies files may set the time of the last write, but not the time of the last change (ctime).
-    found = path.stat()
-    return max(found.st_mtime_ns, found.st_ctime_ns) if stat.S_ISREG(found.st_mode) else found.st_mtime_ns
+def _changed_at(path: Path, now: float) -> int:
+    """Return when a file or directory last changed, in nanoseconds since the epoch; 0 if it has vanished."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    if not stat.S_ISREG(found.st_mode):
+        return found.st_mtime_ns
+    # A program that copies files may set the time of the last write, even to a time in the future, but not the time of
+    # the last change (ctime).
+    return max(found.st_ctime_ns, found.st_mtime_ns if found.st_mtime_ns <= now * 1e9 else 0)
 
 
-def _read_table(directory: Path) -> dict[str, Any]:
-    """Return the keys in a model's config.toml.
+def _read_config(directory: Path) -> bytes:
+    """Return the content of a model's config.toml; empty without one.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not TOML, or has a key that follows from the layout.
+        ValueError: it is too long.
     """
-    path = directory / CONFIG_FILE
     try:
-        text = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8")
+        return read_regular(directory / CONFIG_FILE, MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        return {}
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{CONFIG_FILE}: not TOML: {error}") from None
-    for key in _LAYOUT_KEYS:
-        if key in table:
-            raise ValueError(f"{CONFIG_FILE}: {label(key)}: follows from the directories of the versions")
-    return table
+        return b""
 
 
 def select_versions(
     found: tuple[int, ...], keep: int, *, failed: set[int], proven: set[int], current: set[int]
 ) -> tuple[int, ...]:
-    """Return the versions to serve: the newest ones, and older ones for as long as no newer one has served.
+    """Return the versions to serve: the newest ones, and older ones until as many newer ones have served.
 
     Args:
         found: the versions in the repository, ascending.
         keep: how many of the newest versions to serve.
         failed: the versions that cannot be loaded.
         proven: the versions that have served.
-        current: the versions that are in force.
+        current: the versions that are served according to the configuration in force.
     """
     kept: list[int] = []
     loadable = 0
     for version in reversed(found):
         if loadable >= keep:
-            if proven.intersection(kept):
+            if len(proven.intersection(kept)) >= keep:
                 break
             if version not in current:
                 continue

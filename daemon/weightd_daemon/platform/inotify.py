@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,14 +39,15 @@ class DirectoryWatch:
         for each in directories:
             self._libc.inotify_add_watch(self._descriptor, os.fsencode(each), sum(_CHANGES) | _IN_ONLYDIR)
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for a change for at most this time; return whether there was one."""
-        if not select.select([self._descriptor], [], [], max(0.0, timeout_s))[0]:
-            return False
+    def fileno(self) -> int:
+        """Return the descriptor, which is readable after a change until `clear`."""
+        return self._descriptor
+
+    def clear(self) -> None:
+        """Discard the reported changes."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self._descriptor, _READ_BYTES):
                 pass
-        return True
 
     def close(self) -> None:
         """Stop watching."""

@@ -55,8 +55,8 @@ class HttpInference:
         """
         with self._daemon_client.admission.admit(caller) as request_permit:
             length = _header_length(request)
-            # `allocate` returns shared memory, from which tensors are sent to the daemon without a copy. JSON is not
-            # sent.
+            # `allocate` returns shared memory, from which tensors are sent to the daemon without a copy. A body that
+            # consists only of JSON does not need shared memory, because JSON is not sent to the daemon.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
             content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
@@ -68,7 +68,7 @@ class HttpInference:
             result = await self._daemon_client.infer(
                 caller,
                 InferenceRequest(
-                    model,
+                    parsed.model,
                     inputs,
                     parsed.output_names,
                     parsed.timeout,
@@ -77,7 +77,7 @@ class HttpInference:
                     parsed.id,
                 ),
             )
-            summary = infer_response.summarize(model, parsed, result, write_output)
+            summary = infer_response.summarize(parsed.model, parsed, result, write_output)
             buffers = summary.content
             text = await self._render(caller, summary)
         # A permit reserves the bytes of the response until the client has read them, so that slow readers are limited,

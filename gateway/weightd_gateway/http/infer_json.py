@@ -14,9 +14,9 @@ import numpy as np
 
 from weightd_gateway import tensors as arrays
 from weightd_gateway.error_codes import TooLarge
-from weightd_gateway.oip_view import model_of, version_of
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
+from weightd_protocol.model_names import join_version, split_version
 from weightd_protocol.schema import describe_value, label
 
 # Maximum bytes of the JSON of a request. The limit of values does not suffice, because a value may have many digits.
@@ -64,6 +64,7 @@ class InferRequestJson:
     """The parsed JSON of a request.
 
     Attributes:
+        model: the daemon's name of the model in the path, with the version in the path or in the JSON.
         outputs: the requested outputs; None: all outputs, as binary data if `is_binary`, otherwise as JSON.
     """
 
@@ -73,6 +74,7 @@ class InferRequestJson:
     id: str = ""
     timeout: float | None = None
     priority: int | None = None
+    model: str = ""
 
     @property
     def output_names(self) -> Sequence[str] | None:
@@ -172,11 +174,12 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
     unknown = content.keys() - _FIELDS
     if unknown:
         raise InvalidArgument(f"{label(min(unknown))}: unknown field; expected one of {', '.join(sorted(_FIELDS))}")
-    for field, expected in (("model_name", model_of(model)), ("model_version", version_of(model))):
-        if content.get(field, expected) not in (expected, ""):
-            raise InvalidArgument(
-                f"{field}: expected {expected!r}, as in the path, got {describe_value(content[field])}"
-            )
+    name, version = split_version(model)
+    for field, expected in (("model_name", name), ("model_version", version)):
+        given = content.get(field, "")
+        if type(given) is not str or (expected and given not in (expected, "")):
+            wanted = f"{expected!r}, as in the path" if expected else "text"
+            raise InvalidArgument(f"{field}: expected {wanted}, got {describe_value(given)}")
     parameters = _without_nulls(_check_map("parameters", content.get("parameters", {})))
     for key in _SEQUENCE_PARAMETERS:
         if parameters.get(key):
@@ -195,6 +198,7 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
         request_id,
         _parse_timeout(parameters.get("timeout", 0)),
         _parse_priority(parameters.get("priority", 0)),
+        join_version(name, version or content.get("model_version", "")),
     )
 
 

@@ -21,13 +21,14 @@ INPUTS = (TensorSpec("x", "FP32", (1,)),)
 
 
 def model(name: str, state: str = "serving") -> Any:
-    """Return a fake model: "serving", "loading", "failed", "unloaded" or "on_demand" (unloaded)."""
-    is_unloaded = state in ("unloaded", "on_demand")
+    """Return a fake model: "serving", "loading", "failed", "unloaded", "on_demand" or "idle" (has served)."""
+    is_unloaded = state in ("unloaded", "on_demand", "idle")
     return SimpleNamespace(
         name=name,
         readiness=SimpleNamespace(has_failed=state == "failed", may_serve_soon=state == "serving"),
         loading=SimpleNamespace(unavailable="not loaded" if is_unloaded else None),
-        config=SimpleNamespace(is_on_demand=state == "on_demand"),
+        config=SimpleNamespace(is_on_demand=state in ("on_demand", "idle")),
+        dispatcher=SimpleNamespace(signature=SimpleNamespace(built="built" if state in ("serving", "idle") else None)),
     )
 
 
@@ -57,6 +58,18 @@ def test_default_version_can_answer(states: dict[str, str], answers: int) -> Non
     lookup = lookup_of(**states)
     assert lookup.find("m", DEFAULT_TENANT).name == f"m@{answers}"
     assert [each.version for each in lookup.version_shares("m") if each.percent] == [answers]
+
+
+def test_version_that_was_loaded_before_is_preferred() -> None:
+    lookup = lookup_of(v1="idle", v2="on_demand", v3="loading")
+    assert lookup.find("m", DEFAULT_TENANT).name == "m@1"
+
+
+def test_shares_do_not_depend_on_other_models() -> None:
+    lookup = lookup_of(v1="serving")
+    lookup.registry.models["m"] = model("m")
+    assert lookup.version_shares("m") == (VersionShare(1, 100.0),)
+    assert lookup.find("m", DEFAULT_TENANT).name == "m"
 
 
 def test_named_version_is_found_in_any_state() -> None:

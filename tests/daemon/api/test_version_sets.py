@@ -12,7 +12,7 @@ from weightd_daemon.api.version_sets import VersionReadiness, VersionSet
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument
 
-UNAVAILABLE, LOADABLE, SERVING = VersionReadiness
+UNAVAILABLE, UNPROVEN, LOADABLE, SERVING = VersionReadiness
 IDS = [f"{process}-{number}" for process in range(10) for number in range(1000)]
 
 
@@ -30,6 +30,8 @@ def counts(version_set: VersionSet) -> Counter[int]:
         ({1: SERVING, 2: SERVING, 3: SERVING}, 3),
         ({1: SERVING, 2: SERVING, 3: LOADABLE}, 2),
         ({1: LOADABLE, 2: LOADABLE, 3: UNAVAILABLE}, 2),
+        ({1: LOADABLE, 2: UNPROVEN, 3: UNPROVEN}, 1),
+        ({1: UNAVAILABLE, 2: UNPROVEN, 3: UNPROVEN}, 3),
         ({1: UNAVAILABLE, 2: UNAVAILABLE, 3: UNAVAILABLE}, 3),
     ],
 )

@@ -357,7 +357,7 @@ DAEMON_KEYS["max_user_connections"] = COUNTS[1:]
 DAEMON_KEYS["max_user_connection_rate"] = ["1_000_001", "-1", "nan", "inf", "true", '"1"', "[]"]
 DAEMON_KEYS["accounting_interval"] = [*SECONDS, "0.5"]
 DAEMON_KEYS["max_batch_seconds"] = [*SECONDS, "0", "0.0009"]
-DAEMON_KEYS["max_model_bytes"] = COUNTS[1:]
+DAEMON_KEYS["max_model_bytes"] = DAEMON_KEYS["cache_bytes"] = COUNTS[1:]
 DAEMON_KEYS["min_resident"] = SECONDS
 DAEMON_KEYS["max_load_queue"] = [*COUNTS, "100_001"]
 DAEMON_KEYS["pass_environment"] = ["1", '"A"', "[1]", '[""]']

@@ -66,6 +66,7 @@ def test_config_file_has_keys_of_the_model(root: Path) -> None:
         ("workers =", "config.toml: not TOML"),
         ('path = "a.onnx"', "config.toml: path: follows from the directories"),
         ("versions = {}", "config.toml: versions: follows from the directories"),
+        ("traffic = 1", "m.traffic: expected"),
     ],
 )
 def test_broken_model_is_left_out(root: Path, content: str, problem: str) -> None:
@@ -77,7 +78,7 @@ def test_broken_model_is_left_out(root: Path, content: str, problem: str) -> Non
     assert problem in config.repository_problems["m"]
 
 
-@pytest.mark.parametrize("name", ["a b", "-m", "m@1", "n" * 60 + "~"])
+@pytest.mark.parametrize("name", ["a b", "-m", "m@1", "m~"])
 def test_rejects_name_that_is_no_model_name(root: Path, name: str) -> None:
     add(root, name, 1)
     config = configured(root)
@@ -138,7 +139,7 @@ def test_number_of_models_is_limited(root: Path, monkeypatch: pytest.MonkeyPatch
     add(root, "c", 1)
     config = configured(root)
     assert [*config.models] == ["a@1", "b@1"]
-    assert "expected at most 2 models, got 3" in config.repository_problems["c"]
+    assert "expected at most 2 models, got more" in config.repository_problems["c"]
 
 
 def test_table_with_an_error_is_rejected(root: Path) -> None:
@@ -152,25 +153,58 @@ def test_new_files_are_taken_once_they_have_settled(root: Path) -> None:
     add(root, "m", 1, 2)
     table, now = RepositoryConfig(str(root), settle=10.0), time.time()
     assert not scan(table, now).models
-    assert not scan(table, now).is_settled
+    assert scan(table, now).unsettled == {"m@1", "m@2"}
     # A copy that keeps the time of the last write is new nevertheless.
     os.utime(root / "m/1/model.onnx", (0, 0))
     assert not scan(table, now).models
     late = scan(table, now + 11.0)
-    assert late.is_settled
-    assert late.models["m"].table["versions"].keys() == {"1", "2"}
+    assert not late.unsettled
+    assert late.models["m"].files.keys() == {"1", "2"}
+
+
+def test_time_of_the_last_write_may_be_in_the_future(root: Path) -> None:
+    add(root, "m", 1)
+    os.utime(root / "m/1/model.onnx", (0, time.time() + HOUR_S))
+    found = scan(RepositoryConfig(str(root), settle=10.0), time.time() + 11.0)
+    assert (list(found.models), found.unsettled) == (["m"], frozenset())
+
+
+def test_files_that_vanish_and_hidden_files_do_not_matter(root: Path) -> None:
+    add(root, "m", 1)
+    (root / "m/1/vanished").symlink_to("nowhere")
+    (root / "m/1/.swp.onnx").touch()
+    assert configured(root).models["m@1"].path == str(root / "m/1/model.onnx")
+
+
+def test_traffic_of_deleted_versions_is_ignored(root: Path) -> None:
+    add(root, "m", 2, 3)
+    (root / "m/config.toml").write_text("traffic = { 1 = 1, 2 = 3 }")
+    assert configured(root).version_sets["m"].traffic == ((2, 3),)
+
+
+def test_search_ends_with_same_result_for_any_content(root: Path) -> None:
+    add(root, "m", 1)
+    (root / "m/config.toml").write_text("timeout = nan")
+    table = RepositoryConfig(str(root))
+    assert scan(table) == scan(table)
+
+
+def test_reads_all_versions_up_to_the_limit(root: Path) -> None:
+    add(root, "m", *range(1, 12))
+    add(root, "m", *range(12, 80), file="none.txt")
+    assert len(configured(root).version_sets["m"].versions) == 11
 
 
 def test_unsettled_version_leaves_older_ones(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(root, "m", 1, 2)
     times = {"1": 100.0, "2": 1000.0}
 
-    def changed_at(path: Path) -> int:
+    def changed_at(path: Path, now: float) -> int:
         return round(1e9 * times[path.name if path.name in times else path.parent.name])
 
     monkeypatch.setattr("weightd_daemon.config.repository._changed_at", changed_at)
     found = scan(RepositoryConfig(str(root), settle=10.0), 1005.0)
-    assert (list(found.models["m"].table["versions"]), found.is_settled) == (["1"], False)
+    assert (list(found.models["m"].files), found.unsettled) == (["1"], frozenset({"m@2"}))
 
 
 def test_changed_file_changes_the_configuration(root: Path) -> None:
@@ -197,7 +231,9 @@ def test_changed_file_changes_the_configuration(root: Path) -> None:
         (1, {2, 3}, {1}, {1, 2, 3}, (1, 2, 3)),
         (1, {3}, set(), {3}, (2, 3)),  # no other version was there
         (1, {1, 2, 3}, set(), set(), (1, 2, 3)),
-        (2, set(), {1, 2}, {1, 2}, (2, 3)),
+        (2, set(), {1, 2}, {1, 2}, (1, 2, 3)),  # version 3 has not served yet
+        (2, set(), {1, 2, 3}, {1, 2, 3}, (2, 3)),
+        (2, {3}, {1, 2}, {1, 2}, (1, 2, 3)),
     ],
 )
 def test_older_version_stays_until_a_newer_one_has_served(
@@ -217,8 +253,8 @@ def test_selection_keeps_newest_and_one_that_works(
     selected = select_versions(tuple(sorted(found)), keep, failed=failed, proven=proven, current=current)
     assert {*sorted(found)[-keep:]} <= {*selected} <= found
     assert list(selected) == sorted(selected)
-    # A version that serves is given up only for a newer one that has served.
-    assert all(each in selected or proven & {*selected} for each in proven & current)
+    # A version that serves is given up only for as many newer ones that have served.
+    assert all(each in selected or len(proven & {*selected}) >= keep for each in proven & current)
     # Any other selected version replaces a broken one, or is there already.
     assert len([each for each in selected if each not in failed and each not in current]) <= keep
     # The choice is stable.

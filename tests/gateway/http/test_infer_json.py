@@ -31,7 +31,9 @@ def form(content: Any) -> InferRequestJson:
 
 
 def test_request_with_json_values() -> None:
-    assert form({"inputs": [X]}) == InferRequestJson([InputJson("x", "FP32", [2], 8, [1, 2])], None, is_binary=False)
+    assert form({"inputs": [X]}) == InferRequestJson(
+        [InputJson("x", "FP32", [2], 8, [1, 2])], None, is_binary=False, model="m"
+    )
 
 
 def test_binary_request_of_tritonclient() -> None:
@@ -41,7 +43,7 @@ def test_binary_request_of_tritonclient() -> None:
         "parameters": {"binary_data_output": True, "timeout": 1500000, "priority": 2},
     }
     inputs = [InputJson("x", "FP32", [2], 8, nbytes=8)]
-    assert form(content) == InferRequestJson(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2)
+    assert form(content) == InferRequestJson(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2, model="m")
 
 
 def test_each_output_has_the_requested_form() -> None:
@@ -79,7 +81,7 @@ def test_null_counts_as_missing() -> None:
         ({"inputs": [X, X]}, "inputs: expected each name once"),
         ({"inputs": [X], "ouputs": []}, "ouputs: unknown field; expected one of id, inputs"),
         ({"inputs": [X], "model_name": "other"}, "model_name: expected 'm', as in the path"),
-        ({"inputs": [X], "model_version": "2"}, "model_version: expected '1'"),
+        ({"inputs": [X], "model_version": 2}, "model_version: expected text, got int 2"),
         ({"inputs": [X], "id": 7}, "id: expected text of at most 128 bytes, got int 7"),
         ({"inputs": [X], "id": "x" * 129}, "id: expected text of at most 128 bytes"),
         ({"inputs": [X], "parameters": []}, "parameters: expected an object"),
@@ -115,6 +117,15 @@ def test_null_counts_as_missing() -> None:
 def test_error_names_wrong_field(content: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
         form(content)
+
+
+def test_version_of_path_or_json() -> None:
+    def model_of(path: str, version: str) -> str:
+        return read(memoryview(json.dumps({"inputs": [X], "model_version": version}).encode()), path).model
+
+    assert [model_of(*each) for each in (("m", ""), ("m", "2"), ("m@2", ""), ("m@2", "2"))] == ["m", *["m@2"] * 3]
+    with pytest.raises(InvalidArgument, match="model_version: expected '2', as in the path, got str '3'"):
+        model_of("m@2", "3")
 
 
 @pytest.mark.parametrize(
