@@ -167,7 +167,7 @@ class ThreadedTransport:
             self._waker.set()
 
     def _finish_send(self, target_sent: float, deadline: float) -> None:
-        """Wait until `sent_count` reaches `target_sent`; if it is 0, wake a reader that misses messages.
+        """Wait until `sent_count` reaches `target_sent`. With a target of 0, wake the reader for unread messages.
 
         The caller must hold the lock.
         """

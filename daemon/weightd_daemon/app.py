@@ -137,8 +137,8 @@ def run(options: Options) -> int:
 @contextlib.contextmanager
 def _shim(manager: ServiceManager, config: Config) -> Generator[ShimLauncher | None, None, None]:
     if not manager.is_present:
-        # These descriptors belong to the shim of an earlier daemon, which ran under a service manager. Close them, so
-        # that the shim exits.
+        # An earlier daemon ran under a service manager and has left its shim, which exits once these inherited
+        # descriptors are closed.
         for descriptor in manager.inherited.get(SHIM, []):
             os.close(descriptor)
         yield None

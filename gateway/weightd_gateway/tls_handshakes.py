@@ -58,7 +58,7 @@ class FairThrottle:
         self._is_pausing = False
 
     def run(self, key: str, work: Work) -> None:
-        """Run work of a peer now or, during a pause, at the peer's turn."""
+        """Run a peer's work now, or queue it during the pause that follows other work; then the peers take turns."""
         self._waiting.put(key, work)
         if not self._is_pausing:
             self._run_next()

@@ -118,7 +118,8 @@ MAX_PIDS = 1024
 # rows.
 MAX_BATCH_ITEMS = 4096
 
-# Maximum number of rows in one predict, if requests are batched or split. A request to be split may have as many rows.
+# Maximum number of rows in one predict, if requests are batched or split. Also the maximum of one request before it is
+# split.
 MAX_ROWS = 2**17
 
 # Maximum number of batch sizes (numbers of rows) for which a model's graph was compiled. The Ascend converter supports

@@ -214,7 +214,7 @@ class _Comparison:
         self._started_at = time.monotonic()
 
     def run(self) -> RowTestResult:
-        """Run the test with the first kind of rows to which the model gives enough distinct answers."""
+        """Run the row test with the first kind of generated rows for which the model's answers are distinct enough."""
         unfit: List[Tuple[RowKind, _ValuesUnfit]] = []
         for kind in row_kinds(has_sample=self._subject.sample is not None):
             try:

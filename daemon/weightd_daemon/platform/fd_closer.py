@@ -152,7 +152,7 @@ class DescriptorCloser:
             user = user or self._wait_for_user(inbox)
 
     def _wait_for_user(self, inbox: SimpleQueue[str]) -> str | None:
-        """Wait for the next user to handle, and return it; None if this thread has been idle for too long."""
+        """Wait for a user with descriptors to close, and return it; None if this thread has been idle for too long."""
         try:
             return inbox.get(timeout=_IDLE_TIMEOUT_S)
         except Empty:

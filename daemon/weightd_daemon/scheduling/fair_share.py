@@ -148,11 +148,11 @@ class FairClock:
             self.remove_active(tenant)
 
     def _share_of(self, tenant: Tenant) -> _TenantShare:
-        """Return the entry of a tenant on the clock, with its virtual time converted to the tenant's current weight.
+        """Return the tenant's share of this device, after converting its virtual time if its weight has changed.
 
-        If the weight has changed, the difference between the virtual times of the tenant and the device still stands
-        for the same number of device seconds. Without the conversion, a tenant whose weight is raised would have to
-        wait longer for the time that it used before.
+        Virtual time is device seconds divided by the weight. The conversion keeps the device seconds by which the
+        tenant is ahead of the device. Without it, a tenant whose weight is raised would wait longer for the seconds
+        that it used before.
         """
         tenant_share, weight = self._shares[tenant], tenant.config.weight
         if tenant_share.weight != weight:

@@ -231,7 +231,7 @@ class Tenancy:
                     self.charge(slot, batch)
 
     def _update_devices(self) -> None:
-        """Register the tenants with queued requests on the clocks of all devices of the model."""
+        """Enter the tenants with queued requests in the fair-share clock (`FairClock`) of each device of the model."""
         self._device_count = len(self._slots.seen_devices)
         if self._queue.is_multi_tenant:
             self._queue.active_tenants.set_clocks(

@@ -56,7 +56,8 @@ class RequestParser:
         self.is_head_complete = False
         self.is_complete = False
         self.chunks: list[bytes] = []
-        # Number of bytes that the parser still accepts. Each decoded byte of the body increases the number.
+        # Number of bytes that the parser still accepts besides the body: the head, and the framing of chunks. So each
+        # decoded byte of the body increases the number.
         self._allowance = MAX_HEAD_BYTES
 
     @property

@@ -1,4 +1,4 @@
-"""Metrics: counters and gauges of the daemon. All of them are integers and sums, so a query costs little."""
+"""Metrics: counters and gauges of the daemon. The daemon keeps each value up to date, so a query only copies them."""
 
 from __future__ import annotations
 

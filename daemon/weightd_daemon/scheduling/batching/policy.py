@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from weightd_protocol.messages.inference import RequestDescription
 
-# Maximum number of names that `RecentNames` remembers. Reports to operators show these names, not numbers.
+# Maximum number of tenants and users whose names `RecentNames` remembers. Workers report them by number, and operators
+# are shown the names.
 _MAX_NAMES = 4096
 
 
