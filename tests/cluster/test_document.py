@@ -28,7 +28,7 @@ def test_documents_limits() -> None:
     own_bytes = len("/work/") + 8
     assert f"has at most {daemon_supervisor.MAX_DIRECTORY_BYTES - own_bytes} bytes" in PAGE
     assert model_cache.MAX_UNUSED == 4
-    assert "the last four are kept" in PAGE
+    assert "keeps the last four models" in PAGE
 
 
 def test_links_to_files_work() -> None:

@@ -313,7 +313,7 @@ class EventLoop:
         self._is_running = True
         timer_heap, now = self._timer_heap, self._clock.now
         now()
-        # To the clock, a long start of the daemon looks like a suspension. Ignore it, because no deadline has begun yet.
+        # To the clock, a long start of the daemon looks like a suspension. Ignore it, as no deadline has begun yet.
         self._stopped_s = self._clock.stopped_s
         while self._is_running:
             self._run_turn(timer_heap[0][0] - now())

@@ -143,7 +143,7 @@ def test_reports_reasons_against_batching(ctl: Ctl, daemon: FakeDaemon, then: Ha
 def gains(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
     """Answer in the same time for any number of rows; three rows get another answer."""
     infer, x = received(message, tensors)
-    time.sleep(0.02)  # This is five times the overhead of a request on a busy machine.
+    time.sleep(0.08)  # This is four times the overhead of a request on a busy machine.
     return answers(infer, x + (len(x) == 3))
 
 
