@@ -16,10 +16,10 @@ SAMPLE ?= 5  # mutations of each module; 0 for all
 
 EXAMPLES ?= 1  # times as many of each property test
 
-# One process more than CI has cores, because tests of a daemon often wait for it. The order of the files is set by
+# As many processes as CI has cores: with test-beside, more would only add time-outs. The order of the files is set by
 # tests/conftest.py, not by their number of tests. Crashed workers are not replaced: with loadfile, pytest-xdist 3.8
 # would start new ones without end.
-AT_ONCE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+AT_ONCE := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 VENV := .venv
 MSLITE := .venv-mslite
