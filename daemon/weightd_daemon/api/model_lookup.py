@@ -60,12 +60,10 @@ class ModelLookup:
         Raises:
             NotFound: see `find`.
         """
-        name = resolved = description.model_name
-        model = self.registry.models.get(name)
-        if model is None:
-            resolved = self.resolve(name, request_id)
-            model = self.registry.models.get(resolved)
-        if model is None or not (tenant.known_models.get(resolved) or tenant.can_see(resolved)):
+        name = description.model_name
+        resolved = self.resolve(name, request_id)
+        model = self.registry.models.get(resolved)
+        if model is None or not tenant.can_see(resolved):
             raise self._not_found(name, tenant)
         return model, description if resolved is name else with_model_name(description, resolved)
 

@@ -318,7 +318,9 @@ class InferenceApi:
             tenant, origin = own_tenant, connection.origin
         else:
             tenant, origin = self._authorizer.authorize_infer(connection, parameters.tenant, now)
-        model, description = self._lookup.find_for_request(description, message.id, tenant)
+        model = self._registry.models.get(description.model_name)
+        if model is None or not tenant.known_models.get(description.model_name):
+            model, description = self._lookup.find_for_request(description, message.id, tenant)
         if self._registry.is_closed:
             raise Unavailable("weightd is stopping")
         config, timeout = model.config, parameters.timeout_us
