@@ -14,14 +14,17 @@ from typing import Any, Dict, List, Mapping, Sequence
 _LIMIT_S = 60.0
 
 # Moves descriptors to 3 and above and sets LISTEN_PID to the pid of this process, see sd_listen_fds(3).
+# They are first duplicated to numbers above all of them: dup2 would close one that has not been duplicated yet.
 _EXEC = """
-import os, sys
+import fcntl, os, sys
 count = int(sys.argv[1])
-passed = [os.dup2(int(each), 100 + index) for index, each in enumerate(sys.argv[2 : 2 + count])]
-os.closerange(3, 100)
-for index, each in enumerate(passed):
-    os.dup2(each, 3 + index)
-os.closerange(100, 200)
+given = [int(each) for each in sys.argv[2 : 2 + count]]
+above = max(3 + count, *given) + 1
+moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in given]
+os.closerange(3, above)
+for number, each in enumerate(moved, 3):
+    os.dup2(each, number)
+    os.close(each)
 os.environ["LISTEN_PID"] = str(os.getpid())
 os.execv(sys.argv[2 + count], sys.argv[2 + count :])
 """
