@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +40,7 @@ from benchmarks.material import (
     UnavailableError,
 )
 from benchmarks.report import Result, Target, percentile, progress, ratio
-from benchmarks.rounds import seconds_of
+from benchmarks.rounds import BackgroundThread, seconds_of
 from testkit import loads, models, users
 from testkit.gatewayprocess import GatewayProcess
 from testkit.limited import LimitedService, MemoryGroup, NoControlGroup
@@ -1116,24 +1115,15 @@ def _failed(result: LoadResult) -> int:
     return sum(count for code, count in result.outcomes.items() if code != OK)
 
 
-class _Watch:
+class _Watch(BackgroundThread):
     """Counts the READY workers of a model until the end of the block; `min_ready` is the smallest number."""
 
     def __init__(self, service: Service) -> None:
+        super().__init__()
         self.min_ready = POISON_WORKERS
         self._service = service
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look)
 
-    def __enter__(self) -> _Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _look(self) -> None:
+    def _run(self) -> None:
         with self._service.client() as client:
             while not self._stop.wait(0.05):
                 (model,) = client.status().models

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from benchmarks.material import Arrays, Reference
 
@@ -39,6 +39,35 @@ def seconds_of(
         if check is not None:
             check(index, answer)
     return seconds[more:]
+
+
+class BackgroundThread:
+    """A thread that runs until the block ends; its error is raised there. Subclasses implement `_run`."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run_guarded)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        """Work until `_stop` is set."""
+        raise NotImplementedError
+
+    def _run_guarded(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
+            self._failure = error
 
 
 class Threads:

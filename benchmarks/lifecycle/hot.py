@@ -10,7 +10,7 @@ from benchmarks import material
 from benchmarks.lifecycle.material import WIDTH, FactorModels
 from benchmarks.material import TINY, TINY_WIDTH, Reference
 from benchmarks.report import median_over_blocks, progress
-from benchmarks.rounds import seconds_of
+from benchmarks.rounds import BackgroundThread, seconds_of
 from testkit.plain import PlainProcess
 from testkit.service import Service
 
@@ -76,7 +76,7 @@ def measure(engine: str, rounds: int = ROUNDS) -> HotModel:
     )
 
 
-class LoadingClient:
+class LoadingClient(BackgroundThread):
     """A client in a thread that requests the models in turn, so that each request loads one, until the block ends.
 
     Attributes:
@@ -85,23 +85,11 @@ class LoadingClient:
     """
 
     def __init__(self, service: Service, models: list[str]) -> None:
+        super().__init__()
         self._service = service
         self._models = models
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
         self.count = 0
         self.answered = threading.Event()
-
-    def __enter__(self) -> LoadingClient:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         [x] = material.inputs(WIDTH, count=1)
@@ -113,6 +101,5 @@ class LoadingClient:
                     self.answered.set()
                     if self._stop.is_set():
                         return
-        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
-            self._failure = error
-            self.answered.set()
+        finally:
+            self.answered.set()  # an error ends the wait for the first answer

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.material import Arrays
+from benchmarks.rounds import BackgroundThread
 from testkit import memory
 from testkit.service import Service
 from weightd import RequestError
@@ -97,49 +98,33 @@ class ZipfClients:
             self._failures.append(error)
 
 
-class MemoryProbe:
+class MemoryProbe(BackgroundThread):
     """Reads the memory of a service in a thread until the block ends.
 
     Attributes:
         max_reserved: the most bytes that were reserved for models at once.
-        max_pss: the most bytes of all processes of the service.
-        pss: all readings of these bytes.
+        pss: the readings of the PSS of all processes of the service, in bytes.
         needs: the last reserved bytes of each model.
     """
 
     def __init__(self, service: Service) -> None:
+        super().__init__()
         self._service = service
-        self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run)
         self.max_reserved = 0
         self.pss: list[int] = []
         self.needs: dict[str, int] = {}
 
-    def __enter__(self) -> MemoryProbe:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
-
     def _run(self) -> None:
-        try:
-            with self._service.client() as client:
-                number = 0
-                while not self._stop.wait(_INTERVAL_S):
-                    # The status would measure the memory of every process each time.
-                    loaded = {each.name: each.reserved_bytes for each in client.metrics().models if each.reserved_bytes}
-                    self.max_reserved = max(self.max_reserved, sum(loaded.values()))
-                    self.needs.update(loaded)
-                    if number % _PSS_EVERY == 0:
-                        self.pss.append(service_pss(self._service))
-                    number += 1
-        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
-            self._failure = error
+        with self._service.client() as client:
+            number = 0
+            while not self._stop.wait(_INTERVAL_S):
+                # The status would measure the memory of every process each time.
+                loaded = {each.name: each.reserved_bytes for each in client.metrics().models if each.reserved_bytes}
+                self.max_reserved = max(self.max_reserved, sum(loaded.values()))
+                self.needs.update(loaded)
+                if number % _PSS_EVERY == 0:
+                    self.pss.append(service_pss(self._service))
+                number += 1
 
 
 def service_pss(service: Service) -> int:
