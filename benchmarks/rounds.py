@@ -7,9 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from benchmarks.material import Arrays, Reference
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.10 lacks it
 
 # Sends one request: takes its inputs, returns its outputs.
 Ask = Callable[[Arrays], Arrays]
