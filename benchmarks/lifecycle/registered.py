@@ -79,7 +79,8 @@ def measure_tiny(engine: str) -> TinyModels:
         before = service_pss(service)
         for name in names:
             reference.check(0, client.infer(name, inputs[0]))
-        while any(each.generations for each in service.status().models):
+        # Without loaded models, the fork server stops after some time, too.
+        while any(each.generations for each in service.status().models) or service.status().fork_servers:
             time.sleep(0.1)
         service.pss_at_rest()
         return TinyModels(before, service_pss(service))

@@ -198,9 +198,15 @@ class ConfigInForce:
         for name in excess_models(cached, max_bytes):
             self._registry.models[name].versions.forget_snapshots()
 
+    def update_fork_servers(self, now: float) -> None:
+        """Start the fork servers of loading models; stop those whose models have been unloaded for some time."""
+        loaded = [
+            each.config for each in self._registry.all_models() if not each.loading.is_unloaded and not each.is_draining
+        ]
+        self._supervisor.fork_servers.reconcile(loaded, now)
+
     def _apply_models(self, diff: ConfigDiff, selected: Config, now: float) -> None:
         update_devices(self._devices, selected)
-        self._supervisor.fork_servers.reconcile(selected.models.values())
         self._lookup.configure(selected.version_sets)
         self._registry.apply(diff, selected.models, now)
         self._attempted.intersection_update(set(selected.models) - {*diff.changed})
@@ -212,7 +218,7 @@ class ConfigInForce:
         log_problems(self.config, {})
         selected = select_models(self.config, {}, records)
         # The fork servers come first: they import their engines while the models' snapshots are taken.
-        self._supervisor.fork_servers.reconcile(selected.models.values())
+        self._supervisor.fork_servers.reconcile([each for each in selected.models.values() if each.loads_at_start], now)
         self._lookup.configure(selected.version_sets, rollouts)
         if handover is not None:
             self._registry.resume(records, selected.models, now)

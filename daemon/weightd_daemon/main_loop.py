@@ -195,6 +195,7 @@ class Daemon:
         if not self._shutdown.has_begun:
             self._config.reselect(now)
             self._config.trim_cache()
+            self._config.update_fork_servers(now)
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
         if self._service is not None:
             self._service.on_change(now)

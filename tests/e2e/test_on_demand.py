@@ -106,8 +106,11 @@ def test_first_requests_load_the_model_and_idleness_unloads_it(files: Files) -> 
         status = model_status(service, "a")
         assert (status.state, status.load, status.reserved_bytes) == ("unloaded", "on_demand", 0)
         assert not pids(service, "a")
+        # Nothing that the engine needs is in memory.
+        assert not service.status().fork_servers
         with Load(service.address, "a", files.questions["a"], clients=3) as load:
             load.wait_for(30)
+            assert {each.origin for each in service.processes()} == {"forked"}
             running = pids(service, "a")
             assert running
             # Requests keep the model loaded.

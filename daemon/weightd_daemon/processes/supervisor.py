@@ -61,7 +61,7 @@ class ProcessSupervisor:
         storage: the files of the generations.
         snapshots: takes and removes snapshots of models.
         messenger: sends orders to children and receives their messages.
-        fork_servers: the fork servers for the configured models.
+        fork_servers: the fork servers for the loaded models.
     """
 
     def __init__(  # noqa: PLR0913
@@ -100,6 +100,7 @@ class ProcessSupervisor:
         self.fork_servers = ForkServers(
             self._directory, self.messenger.address, self._start_fork_server, self._process_table.kill
         )
+        loop.add_timer(self.fork_servers.timer)
         self._fork_coordinator = ForkCoordinator(
             self._pending_forks,
             self._launcher,
@@ -196,7 +197,7 @@ class ProcessSupervisor:
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a child: fork it from `template` if given, else from a fork server if there is one, else spawn it."""
+        """Start a child: fork it from `template` if given, else from a fork server if possible, else spawn it."""
         self.messenger.handlers[name] = event_handler
         self._interpreters[name] = program.python
         try:
@@ -218,18 +219,14 @@ class ProcessSupervisor:
         process_spec = spec.child_spec(program, name, role, self.messenger.address, files)
         if process_spec.is_channel_only or not program.spawn_reason:
             self.messenger.set_channel_only(name)
-        server = None if program.spawn_reason else self.fork_servers.find(program)
         if template:
             self._fork_coordinator.fork(
                 ForkRequest(process_spec, template, event_loop.now() + FORK_TIMEOUT_S, self._fail_fork)
             )
-        elif server is not None and server.name:
-            has_channel = self.messenger.channels.is_open(server.name)
-            deadline = self.fork_servers.fork_deadline(server.name, has_channel=has_channel)
-            self._fork_coordinator.fork(ForkRequest(process_spec, server.name, deadline, self._start))
+        elif program.spawn_reason:
+            self._start(process_spec, program.spawn_reason)
         else:
-            why = "no fork server is needed for this process any more" if server is None else server.reason
-            self._start(process_spec, program.spawn_reason or why)
+            self._fork_from_server(process_spec, program)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a child is alive. The result is False as soon as the child begins to exit."""
@@ -242,7 +239,7 @@ class ProcessSupervisor:
 
     def kill_all(self) -> None:
         """Kill every child and every fork server."""
-        self.fork_servers.reconcile(())
+        self.fork_servers.kill_all()
         for name in list(self.messenger.handlers):
             self._cancel_fork(name)
         self._process_table.kill_all()
@@ -267,6 +264,16 @@ class ProcessSupervisor:
         event_handler = self.messenger.remove(name)
         if event_handler is not None:
             self._defer(functools.partial(event_handler.on_exit, name, exit_cause))
+
+    def _fork_from_server(self, process_spec: ProcessSpec, program: WorkerProgram) -> None:
+        """Fork a child from a fork server, or spawn it while the fork server cannot run."""
+        server = self.fork_servers.find(program)
+        if not server.name:
+            self._start(process_spec, server.reason)
+            return
+        has_channel = self.messenger.channels.is_open(server.name)
+        deadline = self.fork_servers.fork_deadline(server.name, has_channel=has_channel)
+        self._fork_coordinator.fork(ForkRequest(process_spec, server.name, deadline, self._start))
 
     def _fail_fork(self, process_spec: ProcessSpec, why: str) -> None:
         self._fail_start(process_spec.name, f"cannot be started by a fork: {why}")
