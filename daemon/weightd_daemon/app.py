@@ -21,6 +21,7 @@ from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
+from weightd_daemon.changed_files import ChangedFiles
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
 from weightd_daemon.config_in_force import (
@@ -299,6 +300,7 @@ def build(options: Options, host: Host) -> Daemon:
         status,
         in_force,
         reloader,
+        ChangedFiles(registry, supervisor.snapshots),
         counter_store,
         service,
     )
@@ -309,6 +311,7 @@ def build(options: Options, host: Host) -> Daemon:
         counter_store.timer,
         reloader.timer,
         reloader.repository_timer,
+        parts.changed_files.timer,
         status.timer,
         shutdown.timer,
         lifecycle.timer,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weightd_common.service_manager import ServiceManager
 from weightd_daemon import exit_codes
 from weightd_daemon.api.router import RequestRouter
+from weightd_daemon.changed_files import ChangedFiles
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigFile
 from weightd_daemon.config_in_force import ConfigInForce
@@ -76,6 +77,7 @@ class Parts(NamedTuple):
         status: answers status, metrics, events and logs requests.
         config: the configuration in force.
         reloader: replaces the configuration in force.
+        changed_files: loads failed models again after their files have changed.
         counter_store: persists counters across restarts.
         service: notifies the service manager and hands state over to the next daemon; None without a service manager.
     """
@@ -90,6 +92,7 @@ class Parts(NamedTuple):
     status: StatusService
     config: ConfigInForce
     reloader: Reloader
+    changed_files: ChangedFiles
     counter_store: CounterStore
     service: ManagedService | None
 
@@ -113,6 +116,7 @@ class Daemon:
         self._proxies = parts.proxies
         self._config = parts.config
         self._reloader = parts.reloader
+        self._changed_files = parts.changed_files
         self._counter_store = parts.counter_store
         self._service = parts.service
         self._has_logged_ready = False
@@ -196,6 +200,7 @@ class Daemon:
             self._config.reselect(now)
             self._config.trim_cache()
             self._config.update_fork_servers(now)
+            self._changed_files.on_change(now)
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
         if self._service is not None:
             self._service.on_change(now)

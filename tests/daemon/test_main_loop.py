@@ -37,7 +37,7 @@ class LoopHarness:
             Options(config, manager=ServiceManager({})),
             Parts(
                 done.loop, self.shutdown, done.supervisor, done.load_monitor, done.registry, done.router, done.proxies,
-                done.status, done.config, done.reloader, done.counter_store, service,
+                done.status, done.config, done.reloader, done.changed_files, done.counter_store, service,
             ),
         )  # fmt: skip
 

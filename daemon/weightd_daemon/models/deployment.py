@@ -370,11 +370,8 @@ class Deployment(DeploymentView):
     def _fail(self, last: GenerationBase) -> None:
         self.advance(DeploymentEvent.FAIL)
         self._is_failing = True
-        consequence = (
-            ""
-            if last.failure.is_transient
-            else f"; no further attempt on {self.placement.name} before a retry, a reload or an update"
-        )
+        need = f"; no further attempt on {self.placement.name} before its files change, a retry, a reload or an update"
+        consequence = "" if last.failure.is_transient else need
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
     def _on_serving_failed(self, serving: GenerationBase, now: float) -> None:

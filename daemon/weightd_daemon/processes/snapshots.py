@@ -25,6 +25,7 @@ from weightd_daemon.processes.process_table import OneshotResult, ProcessTable, 
 from weightd_daemon.processes.snapshotter import (
     CopyProgress,
     SingleFile,
+    SnapshotOrder,
     SnapshotRequest,
     SnapshotResult,
     changed_message,
@@ -83,6 +84,8 @@ class SnapshotService:
         self._defer = defer
         # The latest snapshot of each model file, by the path of the model file.
         self._last_results: dict[str, SnapshotResult] = {}
+        # By model, the source whose files were read last, and their identity before that.
+        self._identities: dict[str, tuple[ModelSource, str]] = {}
 
     def take_snapshot(
         self,
@@ -98,6 +101,29 @@ class SnapshotService:
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))
             return
         files = self._files(model, source)
+        on_result = functools.partial(
+            self._on_result, event_handler, _PendingSnapshot(model, config, source, files, expected_sha256)
+        )
+        try:
+            files.create()
+            stdin_data = self.order(model, config, source, expected_sha256).json()
+            run_oneshot(
+                self._process_table,
+                files.directory.name,
+                snapshotter.command(),
+                files.log,
+                on_result,
+                stdin_data=stdin_data,
+            )
+        except (PathInUse, OSError) as error:
+            cause = with_limit_hint(f"cannot take a snapshot: {error}")
+            self._defer(
+                functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error))
+            )
+
+    def order(self, model: str, config: ModelConfig, source: ModelSource, expected_sha256: str = "") -> SnapshotOrder:
+        """Return the order for the snapshotter, which names the files that a load reads."""
+        files = self._files(model, source)
         requests = [
             SnapshotRequest(
                 path,
@@ -112,25 +138,12 @@ class SnapshotService:
             SingleFile(path, str(copy), source.weights_grant if copy == files.weights else OPERATOR)
             for path, copy in _extra_files_to_copy(config, source, files)
         ]
-        on_result = functools.partial(
-            self._on_result, event_handler, _PendingSnapshot(model, config, source, files, expected_sha256)
-        )
-        try:
-            files.create()
-            stdin_data = snapshotter.SnapshotOrder(requests, str(files.copy_progress), extra_files).json()
-            run_oneshot(
-                self._process_table,
-                files.directory.name,
-                snapshotter.command(),
-                files.log,
-                on_result,
-                stdin_data=stdin_data,
-            )
-        except (PathInUse, OSError) as error:
-            cause = with_limit_hint(f"cannot take a snapshot: {error}")
-            self._defer(
-                functools.partial(event_handler.on_snapshot_failed, source, cause, is_transient=is_transient(error))
-            )
+        return SnapshotOrder(requests, str(files.copy_progress), extra_files)
+
+    def identity(self, model: str, source: ModelSource) -> str:
+        """Return `identify_files` of the files of a source from before the last load read them; "" if unknown."""
+        read_source, identity = self._identities.get(model, (None, ""))
+        return identity if read_source == source else ""
 
     def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
         """Return how much of a snapshot has been copied; None if the copy has not begun or the progress is unknown."""
@@ -155,6 +168,7 @@ class SnapshotService:
         self, event_handler: SnapshotEventHandler, order: _PendingSnapshot, reply: OneshotResult, exit_cause: ExitCause
     ) -> None:
         _, config, source, files, expected_sha256 = order
+        self._identities[order.model] = (source, str(reply.get("identity", "")))
         models = _models_to_copy(config, source, files)
         try:
             copies = [str(directory / Path(path).name) for path, directory in models]

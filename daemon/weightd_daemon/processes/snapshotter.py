@@ -2,8 +2,8 @@
 
 Copying and hashing gigabytes would block the daemon's event loop. The only argument is the pid of the parent. The
 process reads a `SnapshotOrder` as JSON from stdin and not from its command line, which every user of the host can
-read: the order names models. The snapshotter writes the result of `run_requests` as JSON to stdout, a pipe, and exits
-with status 1 after an error. The daemon removes the files of a failed copy.
+read: the order names models. The snapshotter writes the results of `identify_files` and `run_requests` as JSON to
+stdout, a pipe, and exits with status 1 after an error. The daemon removes the files of a failed copy.
 """
 
 from __future__ import annotations
@@ -400,6 +400,28 @@ def run_requests(
     return {"snapshots": [each[1:] for each in results]}
 
 
+def identify_files(order: SnapshotOrder) -> str:
+    """Return a text that changes when a file of the order is written or replaced, or can be read no longer or again."""
+    facts: list[object] = []
+    for request in order.requests:
+        try:
+            with OpenModel(Path(request.model), grant=_grant(request.grant)) as model:
+                facts.append(files_identity(model.files))
+        except ModelFileError as error:
+            facts += str(error), _stat(request.model)
+    facts += [_stat(each.path) for each in order.files]
+    return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _stat(path: str) -> tuple[int, ...]:
+    """Return the device, inode, size, mtime and ctime of a file; empty if there is no such file."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def _grant(fields: Sequence[Any]) -> Grant:
     uid, gids, directories = fields
     return Grant(uid, tuple(gids), tuple(directories))
@@ -412,6 +434,7 @@ def main() -> None:
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
     order = SnapshotOrder.from_json(sys.stdin.buffer.read())
+    identity = identify_files(order)  # before the copy, so that a later change is noticed
     reply = run_requests(order.requests, order.files, CopyProgressFile(Path(order.progress_path), len(order.requests)))
-    print(json.dumps(reply))
+    print(json.dumps({**reply, "identity": identity}))
     sys.exit(int("error" in reply))

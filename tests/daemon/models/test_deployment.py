@@ -34,7 +34,7 @@ GENERATION_BYTES = 102 * MIB + 3 * PROCESS_BYTES
 FOREVER = float("inf")
 
 
-NO_ATTEMPT = "no further attempt on ascend:0 before a retry, a reload or an update"
+NO_ATTEMPT = "no further attempt on ascend:0 before its files change, a retry, a reload or an update"
 
 
 class DeploymentHarness:

@@ -26,7 +26,7 @@ from weightd_daemon.processes.device_probe import DeviceProbe
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.snapshots import SnapshotService, snapshot_directory_name
-from weightd_daemon.processes.snapshotter import SnapshotResult
+from weightd_daemon.processes.snapshotter import SnapshotResult, identify_files
 
 SHA = "5" * 64
 
@@ -114,6 +114,20 @@ def test_reuses_the_newest_snapshot_not_removed(harness: SnapshotHarness, monkey
         harness.snapshots.remove_snapshot("m", replace(harness.source, number=gone))
     taken = [SnapshotResult(snapshot.path, SHA, 7, "known", "from") for _, snapshot in harness.outcomes]
     assert [each.requests[0].previous for each in orders] == [None, *taken[:2], None]
+
+
+def test_remembers_the_files_that_a_load_has_read(harness: SnapshotHarness) -> None:
+    order = harness.snapshots.order("m", harness.config, harness.source)
+    read = identify_files(order)
+    harness.take(replace(harness.config, selftest="/none.npz"))
+    harness.wait()
+    assert "/none.npz" in harness.outcomes[-1][1]
+    assert harness.snapshots.identity("m", harness.source) != read
+    harness.take()
+    harness.wait()
+    Path(harness.config.path).write_bytes(b"another model")
+    assert harness.snapshots.identity("m", harness.source) == read != identify_files(order)
+    assert harness.snapshots.identity("m", replace(harness.source, number=4)) == ""
 
 
 def test_reads_each_file_with_the_grant_of_its_user(harness: SnapshotHarness, monkeypatch: pytest.MonkeyPatch) -> None:

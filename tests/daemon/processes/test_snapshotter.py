@@ -26,6 +26,7 @@ from weightd_daemon.processes.snapshotter import (
     SingleFile,
     SnapshotOrder,
     SnapshotRequest,
+    identify_files,
     read_copy_progress,
 )
 
@@ -343,6 +344,28 @@ def test_skips_copy_if_the_known_digest_differs(model: Path, directory: Path, mo
     assert snapshotter.take_snapshot(model, other, None, expected_sha256=expected).sha256 == known.sha256
 
 
+def test_identity_follows_every_file_of_a_model(model: Path, tmp_path: Path) -> None:
+    onnx = models.with_external_data(tmp_path / "big.onnx", locations=2)
+    inputs = tmp_path / "inputs.npz"
+    order = SnapshotOrder(
+        [SnapshotRequest(str(each), "copy") for each in (model, onnx)], "progress", [SingleFile(str(inputs), "copy")]
+    )
+    seen = [identify_files(order)]
+    for path, content in (
+        (model, CONTENT),
+        (tmp_path / "big.w1.bin", b""),
+        (tmp_path / "big.w1.bin", b"weights"),
+        (inputs, b""),
+        (onnx, b"not a model"),
+        (onnx, b"no model, either"),
+    ):
+        path.write_bytes(content)
+        assert identify_files(order) == identify_files(order) not in seen
+        seen.append(identify_files(order))
+    onnx.unlink()
+    assert identify_files(order) not in seen
+
+
 def test_error_names_the_model_that_failed(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
     wanted = [SnapshotRequest(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
@@ -380,6 +403,7 @@ def test_runs_as_a_process(model: Path, directory: Path, tmp_path: Path, limit: 
         check=False,
     )
     answer, scores = done.stdout.splitlines()
+    assert json.loads(answer)["identity"] == identify_files(SnapshotOrder.from_json(order.encode()))
     before, after = map(int, scores.split())
     assert (done.stderr, after) == ("", min(before + 400, 1000))
     if limit == "unlimited":
@@ -388,7 +412,7 @@ def test_runs_as_a_process(model: Path, directory: Path, tmp_path: Path, limit: 
         assert read_copy_progress(tmp_path / "copied") == (nbytes, nbytes)
     else:
         error = f"cannot copy {model} to {directory}: File too large"
-        assert (done.returncode, json.loads(answer)) == (1, {"error": error, "transient": False})
+        assert (done.returncode, json.loads(answer)["error"], json.loads(answer)["transient"]) == (1, error, False)
 
 
 def test_reports_copied_and_total_bytes(tmp_path: Path) -> None:

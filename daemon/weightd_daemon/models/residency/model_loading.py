@@ -168,6 +168,12 @@ class ModelLoading:
         return self._readiness.has_failures and not self._rollouts.is_in_progress and not self.is_draining
 
     @property
+    def awaits_change(self) -> bool:
+        """Whether the load has failed for a cause that does not disappear before the files of the model change."""
+        readiness = self._readiness
+        return readiness.has_failed and not readiness.has_transient_failures and self.may_retry
+
+    @property
     def is_retrying(self) -> bool:
         """Whether the model is being loaded again after a failure whose cause may have disappeared."""
         return self.backoff.failures > 0 and not (
