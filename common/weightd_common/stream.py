@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any, Deque, List, Optional, Sequence, Tuple
 
 from weightd_protocol.errors import RemoteProtocolError
-from weightd_protocol.framing import LARGE_BYTES, PREFIX_PACKERS, FrameReader, FrameWriter, Message, message_prefix
+from weightd_protocol.framing import LARGE_BYTES, FrameReader, FrameWriter, Message, message_prefix, prefix_of
 
 # Maximum number of bytes in one read, except for a large frame, which is read directly into its buffer.
 _CHUNK_BYTES = 64 * 1024
@@ -93,9 +93,7 @@ class Stream:
             ConnectionError: the peer has disconnected, or the kernel is out of memory, in which case the connection is
                 shut down for both ends.
         """
-        lengths = [*map(len, frames)]
-        size = sum(lengths)
-        prefix = PREFIX_PACKERS[len(lengths)](len(lengths), *lengths)
+        prefix, size = prefix_of((*map(len, frames),))
         if size > _MAX_JOINED_BYTES or descriptors or self._frame_writer.nbytes:
             if self._corked:
                 self.uncork()

@@ -13,6 +13,7 @@ header is read to its end; the reader drops its frames and returns it as incompl
 
 from __future__ import annotations
 
+import functools
 import mmap
 import struct
 import sys
@@ -37,11 +38,6 @@ _MAX_CHUNKS = 256
 
 _COUNT = struct.Struct("<I")
 _LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
-
-# For each frame count, the function that packs the prefix of a message: the frame count and the frame lengths.
-PREFIX_PACKERS: Dict[int, Callable[..., bytes]] = {
-    count: struct.Struct(f"<{1 + count}I").pack for count in range(1, MAX_FRAMES + 1)
-}
 
 # Layouts of small messages that were received before, by the prefix of the message. Each entry has a function that
 # splits the message into its frames, and the lengths of the frames. The oldest entries are dropped first.
@@ -74,9 +70,18 @@ class Message(NamedTuple):
 _new_message: Callable[[Type[Message], Tuple[Sequence[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
 
 
+@functools.lru_cache(maxsize=_MAX_KNOWN_LAYOUTS)
+def prefix_of(lengths: Tuple[int, ...]) -> Tuple[bytes, int]:
+    """Return the bytes with which a message begins in a stream, and the total size of its frames.
+
+    The prefix consists of the number of frames and of their lengths.
+    """
+    return struct.pack(f"<{1 + len(lengths)}I", len(lengths), *lengths), sum(lengths)
+
+
 def message_prefix(frames: Sequence[Any]) -> bytes:
-    """Return the bytes with which a message begins in a stream: its frame count and frame lengths."""
-    return PREFIX_PACKERS[len(frames)](len(frames), *map(len, frames))
+    """Return the bytes with which a message of these frames begins in a stream."""
+    return prefix_of(tuple(map(len, frames)))[0]
 
 
 def _admit_all(nbytes: int) -> bool:

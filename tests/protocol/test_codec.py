@@ -343,6 +343,6 @@ def test_protocol_does_no_io(module: Path) -> None:
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             imported.append(node.module or "")
-    allowed = {"__future__", "collections", "dataclasses", "mmap", "struct", "sys", "typing", "msgpack"}
-    allowed |= {"weightd_protocol", *(("numpy", "functools") if module.stem == "tensors" else ())}
+    allowed = {"__future__", "collections", "dataclasses", "functools", "mmap", "struct", "sys", "typing", "msgpack"}
+    allowed |= {"weightd_protocol", *(("numpy",) if module.stem == "tensors" else ())}
     assert {name.split(".")[0] for name in imported} <= allowed

@@ -62,12 +62,14 @@ class ClientResponses:
             request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
         )
         self.reply(request.client, response, frames, released_bytes=request.buffered_bytes)
-        self._settle(request, sum(map(len, frames)))
+        request.usage.count_served(sum(map(len, frames)))
+        self._end_request(request)
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         """Send the error with which a request ends, and update the usage counters."""
         self._memory_budget.release(request.client, request.buffered_bytes)
-        self._settle(request, error)
+        request.usage.count_failed(error)
+        self._end_request(request)
         self.reply_error(request.client, request.id, error, may_still_write=bool(request.pending_writes))
 
     def notify_released(self, request: Request) -> None:
@@ -144,9 +146,9 @@ class ClientResponses:
                 budget.release_all(largest)
         return True
 
-    def _settle(self, request: Request, outcome: RequestError | int) -> None:
-        """Update the usage counters for a request that has ended, see `Usage.end` for `outcome`."""
-        request.usage.end(request.tenant.quota, request.nbytes, outcome, has_started=request.has_started)
+    def _end_request(self, request: Request) -> None:
+        """Count a request that has ended in the quota of its tenant and at its connection."""
+        request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
         connection = self._connections.get(request.client)
         if connection is not None:
             connection.pending_requests -= 1

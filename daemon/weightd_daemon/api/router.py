@@ -343,11 +343,12 @@ class InferenceApi:
             origin,
             locations,
             tenant,
-            usage=usage,
-            priority_level=priority_level,
-            buffered_bytes=nbytes + OVERHEAD_BYTES,
+            usage,
+            priority_level,
+            nbytes + OVERHEAD_BYTES,
         )
-        usage.admit(tenant.quota, tenant.config, description, nbytes)
+        tenant.quota.add_request(tenant.config, description, nbytes)
+        usage.count_accepted(nbytes)
         reserved_bytes = 0
         try:
             if not self._memory_budget.try_reserve(client, request.buffered_bytes):
@@ -359,7 +360,8 @@ class InferenceApi:
             loading.last_used_at = now
             model.dispatcher.infer(request, now)
         except RequestError:
-            usage.withdraw(tenant.quota, nbytes)
+            tenant.quota.end_request(nbytes, has_started=False)
+            usage.uncount_accepted(nbytes)
             self._memory_budget.release(client, reserved_bytes)
             raise
         connection.pending_requests += 1

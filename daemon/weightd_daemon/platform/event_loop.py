@@ -61,7 +61,8 @@ class Clock:
 
     def clamp_wait(self, seconds: float) -> float:
         """Return how many of `seconds` a caller may wait before it has to read the clock again; at least 0."""
-        seconds = min(max(seconds, 0.0), TICK_S)
+        if not 0.0 <= seconds <= TICK_S:
+            seconds = 0.0 if seconds < 0.0 else TICK_S
         self._max_step_s = seconds + _SLACK_S
         return seconds
 
@@ -196,10 +197,6 @@ _MAX_WAIT_S = 3600.0
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
-# Value in `EventLoop._ready` that replaces the event mask of a descriptor that was removed in the current turn. No real
-# mask has this value. It contains EPOLLOUT, so the loop calls `_on_writable`, which ignores the removed descriptor.
-_REMOVED = _OUT | 1 << 40
-
 # Event mask of a descriptor that is watched for neither reading nor writing. Edge-triggered, epoll reports the peer's
 # hangup once. Level-triggered, epoll would report the hangup in each turn until the descriptor is closed.
 _HANGUP_ONLY = select.EPOLLET
@@ -217,8 +214,9 @@ class EventLoop:
     all timers in one heap. The loop calls a descriptor's handler in each turn in which the descriptor is readable or
     writable, so the handler need not do all work in one call.
 
-    Timers use a clock that stands still while this process is suspended. When the timeout of a poll has passed, the
-    loop polls once more without waiting before it runs timers, so that input that arrived late is handled first.
+    Timers use a clock that stands still while this process is suspended. A timer that becomes due while handlers run
+    fires in the next turn. When the timeout of a poll has passed, the loop polls once more without waiting before it
+    runs timers, so that input that arrived late is handled first.
 
     Args:
         clock: the clock of the timers.
@@ -245,9 +243,9 @@ class EventLoop:
         self._writers: dict[int, Callable[[], object]] = {}
         # By descriptor: the mask of the events for which epoll watches it.
         self._event_masks: dict[int, int] = {}
-        # By descriptor: the events that the current poll has returned. If the descriptor is removed in the current
-        # turn, its events are dropped, because its number may already belong to another file.
-        self._ready: dict[int, int] = {}
+        # The descriptors that were removed since the last poll. The events that this poll returned for them are
+        # dropped, because their numbers may already belong to other files.
+        self._removed: set[int] = set()
         self._soon_handlers: dict[Callable[[], object], None] = {}
         self._on_turn_end: Callable[[], object] | None = None
         self._is_running = False
@@ -263,8 +261,7 @@ class EventLoop:
         self._epoll.unregister(descriptor)
         del self._event_masks[descriptor], self._readers[descriptor]
         self._writers.pop(descriptor, None)
-        if descriptor in self._ready:
-            self._ready[descriptor] = _REMOVED
+        self._removed.add(descriptor)
 
     def watch_writes(self, descriptor: int, handler: Callable[[], object]) -> None:
         """Call `handler` whenever `descriptor`, which was added before, is writable."""
@@ -311,63 +308,62 @@ class EventLoop:
     def run(self) -> None:
         """Wait and call handlers until one of them calls `stop`."""
         self._is_running = True
-        timer_heap, now = self._timer_heap, self._clock.now
-        now()
+        timer_heap = self._timer_heap
+        self._clock.now()
         # To the clock, a long start of the daemon looks like a suspension. Ignore it, as no deadline has begun yet.
         self._stopped_s = self._clock.stopped_s
         while self._is_running:
-            self._run_turn(timer_heap[0][0] - now())
+            self._run_turn(timer_heap[0][0])
 
     def stop(self) -> None:
         """Make `run` return at the end of the current turn."""
         self._is_running = False
 
-    def run_once(self, seconds: float = _MAX_WAIT_S) -> None:
+    def run_once(self, seconds: float = _NEVER) -> None:
         """Run one turn: wait at most `seconds`, then call the handlers of ready descriptors and of due timers."""
-        self._run_turn(min(seconds, self._timer_heap[0][0] - self._clock.now()))
+        deadline = self._timer_heap[0][0]
+        self._run_turn(deadline if seconds == _NEVER else min(deadline, self._clock.now() + seconds))
 
     def close(self) -> None:
         """Close the epoll descriptor."""
         self._epoll.close()
 
-    def _run_turn(self, seconds: float) -> None:
-        if self._soon_handlers or seconds < 0.0:
-            seconds = 0.0
-        self._call_ready(self._poll(seconds))
+    def _run_turn(self, deadline: float) -> None:
+        """Wait until a descriptor is ready, but not longer than until `deadline`; then call handlers."""
         clock = self._clock
-        now = clock.now()
-        if clock.stopped_s != self._stopped_s:
-            self._report_suspension()
-        if self._timer_heap[0][0] <= now:
-            self._timers.run_due(now)
-        if self._on_turn_end is not None:
-            self._on_turn_end()
-
-    def _poll(self, seconds: float) -> list[tuple[int, int]]:
-        """Wait until a descriptor is ready, for at most `seconds`, or until the clock shows a suspension."""
-        epoll, clock = self._epoll, self._clock
-        deadline = clock.now() + seconds
-        while True:
-            # epoll_wait takes milliseconds. Python rounds the timeout up, so a wait never ends early.
-            ready = epoll.poll(clock.clamp_wait(seconds))
-            self.now = clock.now()
-            seconds = deadline - self.now
-            if ready:
-                return ready
-            if seconds <= 0.0 or clock.stopped_s != self._stopped_s:
-                # If the timeout ended while the process was suspended, the call above has returned nothing, even if a
-                # descriptor is ready. So poll once more.
-                return epoll.poll(0.0)
-
-    def _call_ready(self, ready: list[tuple[int, int]]) -> None:
-        self._ready = dict(ready)
-        for descriptor, events in self._ready.items():
+        if self._soon_handlers:
+            deadline = 0.0
+        # epoll_wait takes milliseconds. Python rounds the timeout up, so a wait never ends early.
+        ready = self._epoll.poll(clock.clamp_wait(deadline - clock.now()))
+        self.now = clock.now()
+        if not ready:
+            ready = self._continue_wait(deadline)
+        self._removed.clear()
+        for descriptor, events in ready:
             if events & _OUT:
-                self._on_writable(descriptor)
-            else:
+                self._on_writable(descriptor, events)
+            elif descriptor not in self._removed:
                 self._readers[descriptor]()
         if self._soon_handlers:
             self._run_soon_handlers()
+        if clock.stopped_s != self._stopped_s:
+            self._report_suspension()
+        if self._timer_heap[0][0] <= self.now:
+            self._timers.run_due(self.now)
+        if self._on_turn_end is not None:
+            self._on_turn_end()
+
+    def _continue_wait(self, deadline: float) -> list[tuple[int, int]]:
+        """Wait further until a descriptor is ready, until `deadline`, or until the clock shows a suspension."""
+        clock = self._clock
+        while self.now < deadline and clock.stopped_s == self._stopped_s:
+            ready = self._epoll.poll(clock.clamp_wait(deadline - self.now))
+            self.now = clock.now()
+            if ready:
+                return ready
+        # If a timeout ended while the process was suspended, the poll has returned nothing, even if a descriptor is
+        # ready. So poll once more.
+        return self._epoll.poll(0.0)
 
     def _report_suspension(self) -> None:
         seconds, self._stopped_s = self._clock.stopped_s - self._stopped_s, self._clock.stopped_s
@@ -376,12 +372,11 @@ class EventLoop:
     def _reset_max_wait(self, now: float) -> None:
         self._max_wait_timer.set(now + _MAX_WAIT_S)
 
-    def _on_writable(self, descriptor: int) -> None:
+    def _on_writable(self, descriptor: int, events: int) -> None:
         """Call a descriptor's reader, if there are events for it, then its writer. Skip both after `remove`."""
-        events = self._ready[descriptor]
-        if events != _REMOVED and events & _READABLE:
+        if events & _READABLE and descriptor not in self._removed:
             self._readers[descriptor]()
-        if self._ready[descriptor] != _REMOVED and descriptor in self._writers:
+        if descriptor in self._writers and descriptor not in self._removed:
             self._writers[descriptor]()
 
     def _run_soon_handlers(self) -> None:

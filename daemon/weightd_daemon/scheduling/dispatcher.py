@@ -176,7 +176,7 @@ class Dispatcher:
         if started is None:
             self._replies.fail_all(scheduler.submit(request, now, needs_check=needs_check))
         else:
-            self._sender.start(*started)
+            self._sender.start(started[0], started[1])
         if self._queue.splitting.count or self._queue.is_multi_tenant:
             self.dispatch(now)
 

@@ -56,6 +56,8 @@ class Request:
         tenant: the tenant to whose quota and usage the request counts.
         usage: the record of the tenant's usage of the model.
         priority_level: the priority as an index; 0 is the highest.
+        buffered_bytes: the bytes that are reserved for the request in the memory budget until the request ends,
+            including the bytes of partial results.
         isolation: the isolation level: which other requests may run at the same time.
         deaths: the number of slots that this request appears to have crashed.
         has_started: whether a slot has received the request, or some of its rows.
@@ -70,8 +72,6 @@ class Request:
         pending_writes: the ranges of rows whose outputs a process may still write to the client's memory, one range for
             each process.
         may_still_write: whether there were pending writes when the request ended.
-        buffered_bytes: the bytes that are reserved for the request in the memory budget until the request ends,
-            including the bytes of partial results.
     """
 
     number: int
@@ -87,6 +87,7 @@ class Request:
     tenant: Tenant = DEFAULT_TENANT
     usage: Usage = field(default_factory=Usage)
     priority_level: int = 0
+    buffered_bytes: int = 0
     isolation: Isolation = Isolation.BATCHABLE
     deaths: int = 0
     has_started: bool = False
@@ -98,7 +99,6 @@ class Request:
     is_ended: bool = False
     pending_writes: tuple[range, ...] = ()
     may_still_write: bool = False
-    buffered_bytes: int = 0
 
     @property
     def content_bytes(self) -> int:

@@ -77,7 +77,7 @@ class Scheduler:
     ) -> None:
         self._schedule_by = schedule_by
         self.wait_limit_s = math.inf
-        self.deadlines = Deadlines()
+        self.deadlines = Deadlines(schedule_by)
         self._times = BatchTimes()
         self.slots = SlotPool()
         self.queue = RequestQueue(levels)
@@ -125,15 +125,14 @@ class Scheduler:
             return None
         if request.isolation is Isolation.CONFINED and self.tenancy.is_confined_running():
             return None
-        idle = next((each for each in self.slots.accepting.values() if not each.batches), None)
-        slot = idle or self._former.choose_slot(request, None, now)
+        slot = self.slots.idle_slot() or self._former.choose_slot(request, None, now)
         if slot is None or (queue.splitting.count and not slot.is_free):
             return None
         policy = slot.policy
         batch_key = policy.batch_key(request.description) if policy.inputs else None
         if batch_key is not None and queue.splitting.count and policy.should_split(batch_key, request.origin.principal):
             return None
-        self._watch_deadline(request)
+        self.deadlines.add(request)
         return slot, self._assign(slot, request, batch_key, now)
 
     def submit(
@@ -166,7 +165,7 @@ class Scheduler:
             self._schedule_by(AT_ONCE)
         else:
             queue.append(request)
-        self._watch_deadline(request)
+        self.deadlines.add(request)
         self._schedule_by(now + self.wait_limit_s)
         return evicted
 
@@ -281,7 +280,7 @@ class Scheduler:
         for request in {*self.queue, *running}:
             earliest = now + _GRACE_S if request in running else -math.inf
             request.deadline = min(request.deadline, max(request.deadline - seconds, earliest))
-            self._watch_deadline(request)
+            self.deadlines.add(request)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
         """End and return the matching requests in the queue and at slots, each with whether a slot is running it."""
@@ -392,8 +391,7 @@ class Scheduler:
             queue.on_batch_formed(request.tenant, is_split=is_split)
             batch.is_long = is_long and batch.single_request is request
             self.tenancy.charge(slot, batch)
-        for each in self.running.assign(slot, batch, now):
-            each.usage.start(each.tenant.quota, each.nbytes, each.waited_s)
+        self.running.assign(slot, batch, now)
         return batch
 
     def _restart_splits(self) -> None:
@@ -403,19 +401,19 @@ class Scheduler:
                 self.end_split(split.request)
                 self.queue.put_first([split.request])
 
-    def _watch_deadline(self, request: Request) -> None:
-        if self.deadlines.add(request):
-            self._schedule_by(request.deadline)
-
 
 class Deadlines:
     """Finds requests whose deadlines have passed. The heap contains only numbers, so it keeps no ended request alive.
+
+    Args:
+        schedule_by: called with each deadline that is the next one.
 
     Attributes:
         requests: the watched requests by number. The code that ends a request also removes its entry.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schedule_by: Callable[[float], object]) -> None:
+        self._schedule_by = schedule_by
         self.requests: dict[int, Request] = {}
         self._heap: list[tuple[float, int]] = []
         self._rebuild_size = _MIN_STALE_ENTRIES
@@ -423,18 +421,19 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, request: Request) -> bool:
-        """Watch a request, or update its deadline to a sooner one; return whether its deadline is now the next one."""
+    def add(self, request: Request) -> None:
+        """Watch a request, or update its deadline to a sooner one."""
         deadline, number, heap = request.deadline, request.number, self._heap
         if deadline == math.inf:
-            return False
+            return
         self.requests[number] = request
         heapq.heappush(heap, (deadline, number))
         if len(heap) > self._rebuild_size:
             heap[:] = [(each.deadline, each.number) for each in self.requests.values()]
             heapq.heapify(heap)
             self._rebuild_size = 2 * len(heap) + _MIN_STALE_ENTRIES
-        return heap[0][1] == number
+        if heap[0][1] == number:
+            self._schedule_by(deadline)
 
     @property
     def next_deadline(self) -> float:

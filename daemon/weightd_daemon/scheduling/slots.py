@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch, BatchItem
@@ -118,6 +117,9 @@ class Slot:
 
     def batch_of(self, number: int) -> Batch | None:
         """Return the batch that has the unanswered item with this number, or None."""
+        batch = self.batches.get(number)  # a batch has the number of its first item
+        if batch is not None and number in batch.items:
+            return batch
         return next((each for each in self.batches.values() if number in each.items), None)
 
     def finish_batch(self, batch: Batch, now: float) -> float:
@@ -246,6 +248,13 @@ class SlotPool:
 
     # --- free slots ---------------------------------------------------------------------------------------------
 
+    def idle_slot(self) -> Slot | None:
+        """Return an accepting slot without a batch, or None."""
+        for slot in self.accepting.values():
+            if not slot.batches:
+                return slot
+        return None
+
     def free_slots(self, now: float) -> list[Slot]:
         """Return the slots that would start a batch at once, the least loaded first."""
         free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
@@ -261,22 +270,9 @@ class SlotPool:
         self.merging = {name: slot for name, slot in self.accepting.items() if slot.policy.can_merge}
 
 
-class Execution(NamedTuple):
-    """A batch that a slot has run to its end.
-
-    Attributes:
-        slot: the slot.
-        batch: the batch.
-        last: the item whose answer completed the batch.
-        seconds: the run time of the batch.
-        ended_at: when the last item was answered, in monotonic seconds.
-    """
-
-    slot: Slot
-    batch: Batch
-    last: BatchItem
-    seconds: float
-    ended_at: float
+_Execution = tuple[Slot, Batch, BatchItem, float, float]
+"""A batch that a slot has run to its end: the slot, the batch, the item whose answer completed the batch, the run time
+of the batch in seconds, and the time of that answer in monotonic seconds."""
 
 
 class RunningBatches:
@@ -315,17 +311,19 @@ class RunningBatches:
         self.execution_counters = ExecutionCounters()
         self._recalled: list[tuple[Slot, int]] = []
 
-    def assign(self, slot: Slot, batch: Batch, now: float) -> list[Request]:
-        """Assign a batch to a slot; return its requests that no slot has received before."""
-        starting = [item.request for item in batch.items.values() if not item.request.has_started]
-        for request in starting:
-            request.has_started = True
-            request.waited_s = now - request.arrived_at
+    def assign(self, slot: Slot, batch: Batch, now: float) -> None:
+        """Assign a batch to a slot; count the requests that no slot has received before as started."""
+        for item in batch.items.values():
+            request = item.request
+            if not request.has_started:
+                request.has_started = True
+                request.waited_s = now - request.arrived_at
+                request.tenant.quota.start_request(request.nbytes)
+                request.usage.add_queue_time(request.waited_s)
         next_check_at = now + self._predict_timeout if slot.add_batch(batch, now) else slot.busy_since + MAX_QUICK_S
         if next_check_at < self.next_check_at:
             self.next_check_at = next_check_at
             self._schedule_by(next_check_at)
-        return starting
 
     def finish(self, process: str, number: int, now: float) -> BatchItem | None:
         """Record the answer to an item; return the item, or None if its request does not await the answer any more."""
@@ -334,7 +332,7 @@ class RunningBatches:
             self.record(execution)
         return item
 
-    def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, Execution | None]:
+    def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, _Execution | None]:
         """Do the same as `finish`, but also return the execution of a completed batch, for the caller to `record`."""
         slot = self._slots.slot_by_process.get(process)
         batch = slot.batch_of(number) if slot is not None else None
@@ -344,11 +342,11 @@ class RunningBatches:
         if batch.items:
             batch.answered_items += (item,)
         else:
-            execution = Execution(slot, batch, item, slot.finish_batch(batch, now), now)
+            execution = slot, batch, item, slot.finish_batch(batch, now), now
         is_awaited = not item.request.is_ended and (item.split is None or item.is_awaited)
         return item if is_awaited else None, execution
 
-    def record(self, execution: Execution) -> None:
+    def record(self, execution: _Execution) -> None:
         """Count the execution of a batch in the usage of its tenants and in the counters of the model."""
         slot, batch, last, seconds, ended_at = execution
         if batch.charge is None and batch.item_count == 1 and not batch.is_time_recorded:

@@ -139,40 +139,17 @@ class Usage:
         self.refused: dict[str, int] = {}
         self.resident_byte_seconds = 0.0
 
-    def admit(self, quota: Quota, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count a request with `nbytes` tensor bytes in this usage and in the quota of its tenant.
-
-        Raises:
-            QuotaExceeded: the request exceeds a quota and is not counted.
-        """
-        quota.add_request(config, description, nbytes)
-        self.count_accepted(nbytes)
-
-    def withdraw(self, quota: Quota, nbytes: int) -> None:
-        """Undo `admit` for a request that a later check has refused."""
-        quota.end_request(nbytes, has_started=False)
-        self.requests -= 1
-        self.in_flight -= 1
-        self.bytes_in -= nbytes
-
-    def start(self, quota: Quota, nbytes: int, waited_s: float) -> None:
-        """Record that a slot received an admitted request for the first time, `waited_s` seconds after its arrival."""
-        quota.start_request(nbytes)
-        self.add_queue_time(waited_s)
-
-    def end(self, quota: Quota, nbytes: int, outcome: RequestError | int, *, has_started: bool) -> None:
-        """Record the end of an admitted request; `outcome` is its error, or the tensor bytes of its answer."""
-        quota.end_request(nbytes, has_started=has_started)
-        if isinstance(outcome, int):
-            self.count_served(outcome)
-        else:
-            self.count_failed(outcome)
-
     def count_accepted(self, nbytes: int) -> None:
         """Count an accepted request with `nbytes` tensor bytes."""
         self.requests += 1
         self.in_flight += 1
         self.bytes_in += nbytes
+
+    def uncount_accepted(self, nbytes: int) -> None:
+        """Undo `count_accepted` for a request that a later check has refused."""
+        self.requests -= 1
+        self.in_flight -= 1
+        self.bytes_in -= nbytes
 
     def add_queue_time(self, seconds: float) -> None:
         """Add the seconds from the arrival of a request until a slot received it."""

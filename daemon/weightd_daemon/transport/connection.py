@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from weightd_common.peer_credentials import is_operator, peer_credentials, peer_groups
@@ -118,7 +118,7 @@ class ClientConnection:
         self.pending_requests = 0
         self.is_closing = False
         self.incoming_bytes = 0
-        self.backlog: deque[Message] = deque()
+        self.backlog: Sequence[Message] = ()
         self.unread_bytes = 0
         self.is_dropping = False
 

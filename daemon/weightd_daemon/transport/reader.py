@@ -7,8 +7,8 @@ this time. Therefore, while several users send messages, their connections wait 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from weightd_common import memfd
@@ -78,6 +78,7 @@ class MessageReader:
         self._loop = loop
         self._memory_budget = memory_budget
         self._callbacks = callbacks
+        self._on_message = callbacks.on_message
         self._awaiting_message: set[ClientConnection] = set()
         self._backlogged: dict[ClientConnection, None] = {}
         self._read_queue = TenantReadQueue()
@@ -122,7 +123,7 @@ class MessageReader:
     def forget(self, connection: ClientConnection) -> None:
         """Stop reading from a connection, and drop its messages that were read but not handled."""
         self._backlogged.pop(connection, None)
-        connection.backlog.clear()
+        connection.backlog = ()
         if connection in self._queued:
             self._queued.discard(connection)
             self._read_queue.remove(connection)
@@ -153,22 +154,26 @@ class MessageReader:
 
     def _handle_messages(self, connection: ClientConnection, deadline: float = math.inf) -> bool:
         """Handle the backlog of a connection, or read once if it is empty; return whether no message is left."""
-        messages = connection.backlog or self._read_messages(connection)
-        while messages:
+        messages = connection.backlog
+        if messages:
+            connection.backlog = ()
+        else:
+            messages = self._read_messages(connection)
+        count = len(messages)
+        for index, message in enumerate(messages, 1):
             connection.has_sent_message = True
-            self._callbacks.on_message(connection, messages.popleft())
+            self._on_message(connection, message)
             if connection.is_closing:
                 # The callback has closed the connection, so drop the messages that are left.
-                messages.clear()
                 return True
-            if messages and deadline < math.inf and event_loop.now() >= deadline:
-                connection.backlog = messages
+            if index < count and deadline < math.inf and event_loop.now() >= deadline:
+                connection.backlog = messages[index:]
                 return False
         if connection.stream.descriptors:
             self._wait_for_message(connection)
         return not connection.stream.frame_reader.is_backlogged
 
-    def _read_messages(self, connection: ClientConnection) -> deque[Message]:
+    def _read_messages(self, connection: ClientConnection) -> Sequence[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
         # While many descriptors of a user are not closed yet, the user may not send more. A read within a large frame
@@ -180,23 +185,23 @@ class MessageReader:
             and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
             self._callbacks.disconnect_invalid(connection, InvalidArgument(_UNCLOSED_DESCRIPTORS_TEXT))
-            return deque()
+            return ()
         try:
             messages = incoming.receive(b"") if incoming.is_backlogged else stream.receive()
         except ConnectionError:
             self._callbacks.on_closed(connection)
-            return deque()
+            return ()
         except RemoteProtocolError as error:
             # After an error in the framing, the start of the next message cannot be found, so the client is
             # disconnected.
             self._callbacks.disconnect_invalid(connection, InvalidArgument(str(error)))
-            return deque()
+            return ()
         if stream.descriptors and not self._may_keep_descriptors(connection):
-            return deque()
+            return ()
         if connection.incoming_bytes and not incoming.admitted_bytes:
             self._memory_budget.release(connection.key, connection.incoming_bytes)
             connection.incoming_bytes = 0
-        return deque(messages)
+        return messages
 
     def _wait_for_message(self, connection: ClientConnection) -> None:
         """Keep a client's descriptors until their message is complete; reject them if no message has begun.

@@ -35,11 +35,14 @@ def request(number: int, client: bytes = b"client", deadline: float = 100.0, nam
 def test_deadlines_are_taken_in_order(
     steps: list[tuple[str, int]],
 ) -> None:
-    deadlines, watched, numbers = Deadlines(), dict[int, Request](), itertools.count()
+    calls: list[float] = []
+    deadlines, watched, numbers = Deadlines(calls.append), dict[int, Request](), itertools.count()
     for step, value in steps:
         if step == "add":
             new = request(next(numbers), deadline=float(value))
-            assert deadlines.add(new) or deadlines.next_deadline <= new.deadline
+            calls.clear()
+            deadlines.add(new)
+            assert calls == [new.deadline] or deadlines.next_deadline <= new.deadline
             watched[new.number] = new
         elif step == "take":
             expected = sorted(
@@ -60,13 +63,16 @@ def test_deadlines_are_taken_in_order(
 
 
 def test_ended_requests_leave_no_deadlines() -> None:
-    deadlines = Deadlines()
+    calls: list[float] = []
+    deadlines = Deadlines(calls.append)
     for number in range(10_000):
         each = request(number, deadline=1e6 - number)
-        assert deadlines.add(each)
+        deadlines.add(each)
+        assert calls.pop() == each.deadline
         deadlines.requests.pop(each.number, None)
         assert len(deadlines) < 100
-    assert not deadlines.add(request(1, deadline=math.inf))
+    deadlines.add(request(1, deadline=math.inf))
+    assert not calls
     assert deadlines.take_due(1e9, 10) == []
     assert (len(deadlines), deadlines.next_deadline) == (0, math.inf)
 
