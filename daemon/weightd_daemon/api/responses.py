@@ -58,10 +58,9 @@ class ClientResponses:
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Send the model's answer to a request; only then update the usage counters, so that the client waits less."""
-        response = InferResponse(
-            request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
-        )
-        self.reply(request.client, response, frames, released_bytes=request.buffered_bytes)
+        may_still_write = True if request.pending_writes else None
+        response = InferResponse(request.id, result.description, result.shared_outputs, may_still_write)
+        self.reply(request.client, response, frames, request.buffered_bytes)
         request.usage.count_served(sum(map(len, frames)))
         self._end_request(request)
 
@@ -83,9 +82,7 @@ class ClientResponses:
         retry_after_us = None if error.retry_after is None else int(min(1e6 * error.retry_after, limits.MAX_TIMEOUT_US))
         self.reply(client, Error(request_id, error.code, clip(str(error)), retry_after_us, may_still_write or None))
 
-    def reply(
-        self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), *, released_bytes: int = 0
-    ) -> None:
+    def reply(self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), released_bytes: int = 0) -> None:
         """Release `released_bytes` of the client's reserved memory, and send a message to the client."""
         try:
             header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))

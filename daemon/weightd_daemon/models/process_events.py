@@ -117,8 +117,13 @@ class ProcessEvents:
             # generation, which ends the process that has sent it.
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
-            case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():
-                self._on_outcome(child, generation, message, frames, now)
+            case PredictResult():
+                dispatcher = self._use.only_dispatcher or self._use.active_dispatcher(generation)
+                out_of_step = dispatcher.results.on_result(child, message, frames, now)
+                if out_of_step:
+                    self._end_out_of_step(child, generation, out_of_step, now)
+            case PredictDone() | PredictFailed() | PredictCancelled():
+                self._on_other_outcome(child, generation, message, now)
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
@@ -126,19 +131,16 @@ class ProcessEvents:
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
 
-    def _on_outcome(
+    def _on_other_outcome(
         self,
         child: str,
         generation: GenerationBase,
-        message: PredictResult | PredictDone | PredictFailed | PredictCancelled,
-        frames: Sequence[Any],
+        message: PredictDone | PredictFailed | PredictCancelled,
         now: float,
     ) -> None:
-        """Pass the outcome of a batch to its dispatcher; fail a rank whose report contradicts other ranks' reports."""
+        """Pass the outcome of a predict without a result to the dispatcher."""
         dispatcher = self._use.only_dispatcher or self._use.active_dispatcher(generation)
         match message:
-            case PredictResult():
-                out_of_step = dispatcher.results.on_result(child, message, frames, now)
             case PredictDone():
                 out_of_step = dispatcher.results.on_done(child, message.request, now)
             case PredictCancelled():
@@ -149,8 +151,12 @@ class ProcessEvents:
             generation.on_leaving(child, now, message.error)
             self._reconcile(now)
         elif out_of_step:
-            generation.on_message(child, ProcessFailed(clip(out_of_step)), now)
-            self._reconcile(now)
+            self._end_out_of_step(child, generation, out_of_step, now)
+
+    def _end_out_of_step(self, child: str, generation: GenerationBase, reason: str, now: float) -> None:
+        """Fail a rank whose report contradicts the reports of other ranks."""
+        generation.on_message(child, ProcessFailed(clip(reason)), now)
+        self._reconcile(now)
 
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float

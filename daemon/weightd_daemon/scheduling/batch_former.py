@@ -113,7 +113,7 @@ class BatchFormer:
 
     def _next_split_batch(self, split: SplitRequest, slot: Slot, now: float) -> Batch:
         devices, estimates = self._slots.devices_with(split.policy), self._times.estimates
-        max_s = self._tenancy.max_batch_s(math.inf if self._queue.is_idle else MAX_BATCH_S, now)
+        max_s = self._tenancy.max_batch_s(MAX_BATCH_S if self._queue.has_runnable() else math.inf, now)
         first, rows = split.take_rows(next_split_rows(split, slot.device, devices, estimates, max_s))
         if split.is_pending:
             self._queue.put_first([split.request])

@@ -343,7 +343,7 @@ class Dispatcher:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _on_slot_free(self, now: float) -> None:
-        if not self._queue.is_idle:
+        if self._queue.has_runnable():
             if self._scheduler.slots.merging:
                 self._schedule_dispatch()
             else:

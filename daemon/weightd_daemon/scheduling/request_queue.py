@@ -194,10 +194,9 @@ class RequestQueue:
         """The number of queued requests."""
         return self.normal.count + self.confined.count + self.splitting.count + self.long.count + self.unchecked.count
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no queued request may run: none is queued, or all are unchecked."""
-        return not (self.normal.count or self.confined.count or self.splitting.count or self.long.count)
+    def has_runnable(self) -> bool:
+        """Return whether a queued request may run; unchecked requests may not."""
+        return bool(self.normal.count or self.confined.count or self.splitting.count or self.long.count)
 
     @property
     def next_unchecked(self) -> Request | None:

@@ -276,7 +276,8 @@ class Replies:
     def on_answered(self, request: Request, now: float) -> float:
         """Record that a request has been answered; return its latency in seconds."""
         self._watched_requests.pop(request.number, None)
-        request.may_still_write = bool(request.pending_writes)
+        if request.pending_writes:
+            request.may_still_write = True
         latency = now - request.arrived_at
         self.latencies.add(latency)
         self._counters.queue.add(request.waited_s)

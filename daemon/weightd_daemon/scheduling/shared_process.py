@@ -67,7 +67,7 @@ class SharedProcessScheduler:
         # The dispatcher of the answered batch is last in turn. It is not called here, because it will dispatch by
         # itself after it has sent the answer.
         for each in self._participants[position + 1 :] + self._participants[:position]:
-            if not each.queue.is_idle:
+            if each.queue.has_runnable():
                 each.dispatch(now)
 
     def close(self) -> None:

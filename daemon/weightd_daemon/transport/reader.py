@@ -159,16 +159,18 @@ class MessageReader:
             connection.backlog = ()
         else:
             messages = self._read_messages(connection)
-        count = len(messages)
-        for index, message in enumerate(messages, 1):
+        is_timed = deadline < math.inf
+        remaining = iter(messages)
+        for message in remaining:
             connection.has_sent_message = True
             self._on_message(connection, message)
             if connection.is_closing:
                 # The callback has closed the connection, so drop the messages that are left.
                 return True
-            if index < count and deadline < math.inf and event_loop.now() >= deadline:
-                connection.backlog = messages[index:]
-                return False
+            if is_timed and event_loop.now() >= deadline:
+                connection.backlog = [*remaining]
+                if connection.backlog:
+                    return False
         if connection.stream.descriptors:
             self._wait_for_message(connection)
         return not connection.stream.frame_reader.is_backlogged
@@ -179,8 +181,8 @@ class MessageReader:
         # While many descriptors of a user are not closed yet, the user may not send more. A read within a large frame
         # is too long to be checked for descriptors in advance, so it is refused as if it contained some.
         if (
-            connection.identity.is_direct
-            and self.fd_closer.pending
+            self.fd_closer.pending
+            and connection.identity.is_direct
             and self.fd_closer.is_backlogged(connection.limit_account)
             and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
