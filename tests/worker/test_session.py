@@ -199,7 +199,7 @@ def test_worker_repeats_selftest_before_attach() -> None:
     status, socket = play(engine, ATTACH, STOP)
     assert status == exit_codes.OK
     predicts = ["predict"] * 2
-    assert engine.done == ["build /m/model  7", *predicts, "give back", "attach 7", *predicts, "give back"]
+    assert engine.done == ["build /m/model  7", *predicts, "give back", "attach 7", *predicts]
     digest = selftest.run(engine, CASES).digest
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
@@ -438,7 +438,7 @@ def test_forked_worker_does_not_build() -> None:
     _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
     hello = only(Hello, socket)
     assert (hello.origin, hello.origin_note, hello.sha256) == ("template", "", SHA256)
-    assert engine.done == ["predict", "predict", "give back", "predict"]
+    assert engine.done == ["predict"] * 3
     assert only(Attached, socket) == Attached(selftest.run(engine, CASES).digest, 1234, "", CARD)
 
 
@@ -721,12 +721,12 @@ def test_trims_log_and_heap(heap: List[str], monkeypatch: pytest.MonkeyPatch) ->
     at_once = ["log", "bound"]
     rest = ["log", "give back"]
     play(engine, ATTACH, predict(1), predict(2), PAUSE, predict(3), PAUSE, STOP)
-    assert heap == ["keep", "give back", *at_once, *rest, *at_once, *rest]
-    assert engine.done.count("give back") == 2 + 2
+    assert heap == ["keep", *at_once, *rest, *at_once, *rest]
+    assert engine.done.count("give back") == 1 + 2
     heap.clear()
     monkeypatch.setattr(base, "HOUSEKEEPING_INTERVAL_S", 0)
     play(engine, ATTACH, predict(1), encode(Ping(False)), STOP)
-    assert heap == ["keep", "give back", *at_once, *at_once, *at_once]
+    assert heap == ["keep", *at_once, *at_once, *at_once]
     heap.clear()
     play(engine, BUILD, STOP)
     assert "keep" not in heap
@@ -911,18 +911,23 @@ def test_holder_and_worker_report_row_support(
     assert len(engine.received_inputs) == 2
 
 
-def test_frees_selftest_memory_before_attached() -> None:
-    engine = fake()
-    before: List[int] = []
+def test_frees_memory_of_the_load_once_idle(heap: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits for the load is not delayed, and later requests find the library's pages in memory."""
+    timeouts: List[float] = []
 
-    class CountingScript(Script):
-        def send(self, frames: Sequence[Any]) -> bool:
-            if isinstance(decode(frames, FROM_CHILD), Attached):
-                before.append(engine.done.count("give back"))
-            return super().send(frames)
+    class TimedScript(Script):
+        def receive(self, timeout_s: float = -1) -> Optional[List[Sequence[Any]]]:
+            timeouts.append(timeout_s)
+            return super().receive(timeout_s)
 
-    assert session(CountingScript(ATTACH, STOP), engine).run(SHA256) == exit_codes.OK
-    assert before == [2]
+    monkeypatch.setattr(session_module, "drop_unchanged_pages", lambda: heap.append("drop"))
+    worker = TimedScript(ATTACH, predict(1), PAUSE, predict(2), PAUSE, STOP)
+    assert session(worker, fake()).run(SHA256) == exit_codes.OK
+    assert heap == ["keep", "bound", "give back", "drop", "bound", "give back"]
+    assert (timeouts[1] == timeouts[2] < 1 < timeouts[4], timeouts[3]) == (True, -1)
+    heap.clear()
+    assert session(Script(BUILD, PAUSE, STOP), fake()).run(SHA256) == exit_codes.OK
+    assert heap == ["bound", "give back", "drop"]
 
 
 def differs_on_fives(inputs: Arrays) -> Arrays:

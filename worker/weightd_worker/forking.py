@@ -31,7 +31,7 @@ import numpy as np
 from weightd_common import process_attributes
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.worker import Fork, Forked
-from weightd_worker import exit_codes, process_memory
+from weightd_worker import exit_codes
 from weightd_worker.engines.engine import Engine
 from weightd_worker.pagesharing.libc import libc, unsupported_reason
 
@@ -92,7 +92,6 @@ class Forker:
         gc.collect()
         if not unsupported_reason():
             libc().trim_heap()
-        process_memory.drop_unchanged_pages()
         gc.freeze()
 
     def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[InheritedModel] = None) -> None:

@@ -32,7 +32,7 @@ from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import TO_CHILD, Fork, Forked, Stop
 from weightd_worker import arguments as child_arguments
 from weightd_worker import connection as channels
-from weightd_worker import exit_codes, main_loop
+from weightd_worker import exit_codes, main_loop, pagesharing, process_memory
 from weightd_worker.engines import ENGINES
 from weightd_worker.engines.engine import BuildSettings
 from weightd_worker.forking import Forker
@@ -57,6 +57,8 @@ def main() -> int:
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))
         return exit_codes.NO_ENGINE
     child_arguments.parser()
+    pagesharing.prepare_fork()
+    process_memory.drop_unchanged_pages()
     forker.freeze_memory()
     channel = channels.connect(endpoints.channel_path(arguments.address))
     if channel is None:

@@ -263,21 +263,45 @@ def files_identity(files: Sequence[ModelFile]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
+def copy_identity(path: Path) -> str:
+    """Return a text that changes whenever a file of a snapshot is written, replaced, added or removed.
+
+    A snapshot is the daemon's copy of a model, in a directory with no other files. So, unlike for `model_files`, the
+    model file need not be parsed, which would take as long as a predict of a small model.
+
+    Args:
+        path: the path of the snapshot's model file.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    root = str(path.parent)
+    facts = []
+    for directory, _, names in os.walk(root, onerror=_raise):
+        for name in names:
+            status = os.lstat(os.path.join(directory, name))  # noqa: PTH118 - the walk has text, and bytes are hashed
+            where = os.path.relpath(directory, root)
+            facts.append((os.fsencode(where), os.fsencode(name), *_status_identity(status), status.st_size))
+    return hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()
+
+
 def snapshot_digest(path: Path, snapshot_identity: str) -> str:
-    """Return the digest of a snapshot, which is the daemon's copy of a model.
+    """Return the digest of a snapshot.
 
     The content is read only if the snapshot's files have changed or `snapshot_identity` is "".
 
     Args:
         path: the path of the snapshot's model file.
-        snapshot_identity: the `files_identity` of the snapshot when the daemon made it, a colon, and its digest; or "".
+        snapshot_identity: the `copy_identity` of the snapshot when the daemon made it, a colon, and its digest; or "".
 
     Raises:
         ModelFileError: as `OpenModel`.
     """
     expected, _, sha256 = snapshot_identity.partition(":")
-    if sha256 and files_identity(model_files(path, is_own_copy=True)) == expected:
-        return sha256
+    if sha256:
+        with contextlib.suppress(OSError):
+            if copy_identity(path) == expected:
+                return sha256
     return digest(path, is_own_copy=True)
 
 
@@ -292,8 +316,15 @@ def _stat_file(name: str, path: Path, file: BinaryIO) -> ModelFile:
     status = os.fstat(file.fileno())
     if status.st_size == 0:
         raise ModelFileError(f"{path}: the file is empty", transient=_may_be_incomplete(status))
-    identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-    return ModelFile(name, path, status.st_size, identity)
+    return ModelFile(name, path, status.st_size, _status_identity(status))
+
+
+def _status_identity(status: os.stat_result) -> Tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _may_be_incomplete(status: os.stat_result) -> bool:

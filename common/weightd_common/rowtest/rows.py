@@ -25,7 +25,9 @@ MIN_TEST_ROWS = 8
 
 _SEED = 20_260_101
 
-_MAX_RANDOM_VALUES = 1024 * 1024
+# Maximum number of values that are drawn for one array, because drawing an image takes longer than a predict of a small
+# model. It is a prime number, so that the rows of an array differ although the values repeat.
+_MAX_RANDOM_VALUES = 65_521
 
 # Factors for the values of successive rows. If a model scales all rows of a batch by their largest value, a row with
 # much larger values changes the answers to the other rows and so reveals this.
@@ -81,7 +83,7 @@ def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: i
     """Return an array of random values for an input. It depends only on the input's name, `shape` and `numbers`."""
     random = _generator(tensor, *numbers)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
-    # The random generator takes 8 bytes for each value. To save memory, a large array repeats its first values.
+    # A large array repeats its first values, see `_MAX_RANDOM_VALUES`.
     count = int(np.prod(shape, dtype=np.int64))
     drawn = min(count, _MAX_RANDOM_VALUES)
     values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _random_indices(random, drawn)

@@ -61,7 +61,7 @@ class SelfTestSearch:
         """Return the build order for the next holder. `pids`: `Hello.engine_pid` of each worker that will attach."""
         spec, (rows, sizes, exact) = self.spec, self._row_test
         self._has_run = False
-        return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact)
+        return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact, spec.digest)
 
     def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
         """Record the inputs that the holder announces."""
@@ -75,7 +75,12 @@ class SelfTestSearch:
     def on_built(self, built: Built) -> None:
         """Record the self-test that the holder has found, if any."""
         self.current_cases = ()
-        self.spec = replace(self.spec, cases=built.selftest_cases, built=built if _is_complete(built) else None)
+        self.spec = replace(
+            self.spec,
+            cases=built.selftest_cases,
+            digest=built.selftest_digest,
+            built=built if _is_complete(built) else None,
+        )
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
         """Record the loss of a holder; return whether it was lost in a self-test and another holder may succeed.

@@ -23,6 +23,7 @@ class SelfTestSpec:
     Attributes:
         should_search: whether the holder searches for inputs on which the model can run.
         cases: the inputs that worked for an earlier holder, or the configured inputs.
+        digest: the digest of an earlier holder's answers to `cases`; "" if unknown.
         failed_cases: the inputs that failed for earlier holders.
         built: the report of an earlier holder that shared no weights; workers then load without a holder. None if a
             holder is needed.
@@ -31,6 +32,7 @@ class SelfTestSpec:
     should_search: bool = True
     cases: SelfTestCases = ()
     failed_cases: SelfTestCases = ()
+    digest: str = ""
     built: Built | None = None
 
     @classmethod

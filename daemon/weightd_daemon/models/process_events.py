@@ -92,7 +92,8 @@ class ProcessEvents:
             return False
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
         if record.built.selftest_cases:
-            selftest = dataclasses.replace(generation.spec.selftest, cases=record.built.selftest_cases)
+            cases, digest = record.built.selftest_cases, record.built.selftest_digest
+            selftest = dataclasses.replace(generation.spec.selftest, cases=cases, digest=digest)
             self._use.on_selftest_found(generation.source, selftest)
         return True
 

@@ -31,6 +31,7 @@ from weightd_common.modelfiles.files import (
     OpenModel,
     check_locations,
     combine_digests,
+    copy_identity,
     files_identity,
     model_files,
     open_file,
@@ -253,7 +254,7 @@ def take_snapshot(
             raise ModelChanged(changed_message(model, expected_sha256, previous.sha256))
         if previous is not None and is_same_source and _link_files(previous, copy):
             original.check_unchanged()
-            return previous._replace(path=str(copy), identity=files_identity(model_files(copy, is_own_copy=True)))
+            return previous._replace(path=str(copy), identity=copy_identity(copy))
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
@@ -264,9 +265,7 @@ def take_snapshot(
         if copy.suffix == ".mindir":
             check_locations(copy)
         nbytes = sum(file.nbytes for file in copies)
-        return SnapshotResult(
-            str(copy), combine_digests(copies, digests), nbytes, files_identity(copies), source_identity
-        )
+        return SnapshotResult(str(copy), combine_digests(copies, digests), nbytes, copy_identity(copy), source_identity)
 
 
 def _is_settled(model: OpenModel) -> bool:
@@ -295,10 +294,9 @@ def _link_files(previous: SnapshotResult, copy: Path) -> bool:
     """Create hard links to the files of an earlier snapshot. Return False if they have changed or cannot be linked."""
     linked: list[Path] = []
     try:
-        existing = model_files(Path(previous.path), is_own_copy=True)
-        if files_identity(existing) != previous.identity:
+        if copy_identity(Path(previous.path)) != previous.identity:
             return False
-        for file in existing:
+        for file in model_files(Path(previous.path), is_own_copy=True):
             target = copy.parent / file.name
             target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
             target.hardlink_to(file.path)

@@ -116,7 +116,8 @@ class Build:
     must work. If they are empty, the model has no self-test unless the process was started with sample inputs.
     `max_rows` is the maximum number of rows in a predict of several requests; with 1, requests are not batched.
     `allowed_batch_sizes` are the only numbers of rows that the model accepts; empty for any. With `exact`, batched
-    results must equal results of single requests bit for bit.
+    results must equal results of single requests bit for bit. `selftest_digest` is the digest of an earlier holder's
+    answers to `selftest_cases`, or "": if the holder gives the same answers, it need not run the self-test twice.
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
@@ -127,6 +128,7 @@ class Build:
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
     exact: bool = field(default=True, metadata=boolean())
+    selftest_digest: str = field(default="", metadata=DIGEST)
 
 
 @dataclass(frozen=True)

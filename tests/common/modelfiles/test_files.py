@@ -19,8 +19,8 @@ from weightd_common.modelfiles.files import (
     ModelFileError,
     OpenModel,
     check_locations,
+    copy_identity,
     digest,
-    files_identity,
     model_files,
     snapshot_digest,
 )
@@ -208,7 +208,7 @@ def cut_short(file: Path) -> None:
 def test_rereads_snapshot_only_after_changes(tmp_path: Path, change: Callable[[Path], None], name: str) -> None:
     path = model(tmp_path, "b.bin")
     (tmp_path / "b.bin").write_bytes(b"weights")
-    pinned = f"{files_identity(model_files(path))}:known"
+    pinned = f"{copy_identity(path)}:known"
     assert [snapshot_digest(path, each) for each in (pinned, "", "no", f"{'5' * 64}:x")] == [
         "known",
         *[digest(path)] * 3,

@@ -9,7 +9,7 @@ import pytest
 
 from weightd_daemon.generations.actions import Action, Role, Send, Spawn
 from weightd_daemon.generations.progress import RetryHint, describe_selftest
-from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS
+from weightd_daemon.generations.selftest_search import MAX_HOLDER_DEATHS, SelfTestSearch
 from weightd_daemon.generations.shared_weights import ABORT_TIMEOUT_S
 from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.generations.states import GenerationState
@@ -82,7 +82,9 @@ def test_crash_during_case_excludes_case_from_next_search(on_card: bool) -> None
     search.announce(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, selftest_cases=(x(32),)), HOLDER2)
     assert (generation.state, describe_selftest(generation.built)) == (GenerationState.ATTACHING, "x [1, 32]")
-    assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
+    spec = generation.selftest_search.spec
+    assert spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)), digest=BUILT.selftest_digest)
+    assert SelfTestSearch(spec).build_message(()).selftest_digest == BUILT.selftest_digest
 
 
 def test_waits_for_exit_of_failed_holder() -> None:

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from weightd_common.modelfiles.files import files_identity, model_files
+from weightd_common.modelfiles.files import copy_identity
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.ranks import RanksConfig
@@ -93,7 +93,7 @@ def test_reports_the_content_of_a_snapshot(harness: SnapshotHarness, tmp_path: P
     [(source, snapshot)] = harness.outcomes
     assert source == harness.source
     assert (snapshot.sha256, snapshot.nbytes) == (hashlib.sha256(b"a model").hexdigest(), 7)
-    assert snapshot.identity == files_identity(model_files(Path(snapshot.path)))
+    assert snapshot.identity == copy_identity(Path(snapshot.path))
     copies = [Path(each) for each in (snapshot.path, snapshot.weights, snapshot.sample)]
     assert harness.snapshots.copy_progress("m", harness.source) == (7, 7)
     assert harness.snapshots.copy_progress("m", replace(harness.source, number=4)) is None
@@ -170,7 +170,7 @@ def test_takes_snapshots_of_all_slices(harness: SnapshotHarness, tmp_path: Path)
     assert snapshot.sha256 == hashlib.sha256("".join(f"{each}\n" for each in digests).encode()).hexdigest()
     for rank, each in enumerate(snapshot.slices):
         assert (each.sha256, each.nbytes, Path(each.path).name) == (digests[rank], 7, f"m{rank}.mindir")
-        assert each.identity == files_identity(model_files(Path(each.path)))
+        assert each.identity == copy_identity(Path(each.path))
         assert Path(each.group_info).read_text() == "g"
     assert [Path(each).read_text() for each in snapshot.rank_tables] == ["t0.json", "t1.json"]
     assert all(Path(each).is_relative_to(harness.directory) for each in snapshot.rank_tables)

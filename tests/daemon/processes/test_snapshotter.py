@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 from testkit import models
-from weightd_common.modelfiles.files import ModelFileError, digest, files_identity, model_files
+from weightd_common.modelfiles.files import ModelFileError, copy_identity, digest, model_files
 from weightd_daemon.processes import snapshotter
 from weightd_daemon.processes.snapshotter import (
     CopyProgressFile,
@@ -77,7 +77,7 @@ def test_copies_all_files_of_a_model_read_only(tmp_path: Path, model: Path, dire
         copy, sha256, nbytes, known, _ = Path(taken.path), *taken[1:]
         assert (copy, names(directory)) == (directory / path.name, expected)
         assert sha256 == digest(copy) == digest(path)
-        assert known == files_identity(model_files(copy))
+        assert known == copy_identity(copy)
         assert nbytes == sum(file.nbytes for file in model_files(path))
         assert {mode(each) for each in directory.rglob("*")} == {0o400, *([0o700] if path == graph else [])}
         assert (mode(directory), copy.is_symlink()) == (0o700, False)
@@ -133,7 +133,7 @@ def test_reuses_the_snapshot_of_an_unchanged_file(
     monkeypatch.setattr(snapshotter, "_copy_file", mock.Mock(side_effect=AssertionError("copied")))
     again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert again == (str(tmp_path / "again" / "big.onnx"), *first[1:3], again.identity, first.source_identity)
-    assert again.identity == files_identity(model_files(Path(again.path)))
+    assert again.identity == copy_identity(Path(again.path))
     shutil.rmtree(directory)
     assert digest(Path(again.path)) == first.sha256 == digest(model)
 

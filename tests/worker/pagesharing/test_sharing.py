@@ -171,6 +171,23 @@ later = piece(4)
         assert child.ask("blocks == libc.libc().mapped_blocks()")
 
 
+def test_fork_inherits_the_list_of_mappings(spawn: Spawn, path: Path) -> None:
+    child = spawn()
+    child.do(f"""
+piece = lambda seed: np.random.RandomState(seed).bytes(256 << 10)
+pagesharing.prepare(), pagesharing.prepare_fork()
+def build():
+    earlier = piece(0)
+    chunks.mapping_starts = None  # a call would fail
+    before = pagesharing.start_build()
+    model = [piece(seed) for seed in (1, 2, 3)]
+    known = digest(*model)
+    done = pagesharing.export_pages({str(path)!r}, before)
+    return done.shared_bytes, digest(*model) == known
+""")
+    assert child.ask("build()") == [3 * (256 << 10), True]
+
+
 def test_malloc_with_32_bit_counters(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do("""

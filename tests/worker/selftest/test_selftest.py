@@ -230,6 +230,18 @@ def test_free_dimensions_are_one_and_two() -> None:
     assert sent.tried == [(x(1, 4),), (x(2, 4),), ()]
 
 
+@pytest.mark.parametrize("should_search", [True, False])
+def test_runs_once_if_answers_are_known(should_search: bool) -> None:
+    digest = selftest.run(FakeEngine(row_sums, FREE), cases.of(FREE, 1, 2)).digest
+    order = Build((), should_search, cases.of(FREE, 1, 2), selftest_digest=digest)
+    engine = FakeEngine(row_sums, FREE)
+    assert found(engine, order).digest == digest
+    assert [len(each["x"]) for each in engine.received_inputs] == [1, 2]
+    changed = FakeEngine(lambda inputs: {"y": inputs["x"].sum(axis=1) + 1}, FREE)
+    assert found(changed, order).digest not in ("", digest)
+    assert [len(each["x"]) for each in changed.received_inputs] == [1, 2, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize(("error", "builds"), [(ModelCorrupted("failed"), 1), (InvalidArgument("refused"), 0)])
 @pytest.mark.parametrize(("sizes", "expected", "failures"), [((1,), (1,), 1), ((48, 3), (48,), 7), ((3,), (), 9)])
 def test_skips_failing_cases_and_rebuilds(

@@ -60,6 +60,7 @@ from .sharing import (
     export_pages,
     mmap_threshold_bytes,
     prepare,
+    prepare_fork,
     restore_mmap_threshold,
     start_build,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "mmap_threshold_bytes",
     "prefetch",
     "prepare",
+    "prepare_fork",
     "resident_bytes",
     "restore_mmap_threshold",
     "start_build",

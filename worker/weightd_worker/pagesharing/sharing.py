@@ -59,6 +59,20 @@ def prepare() -> None:
         libc().set_mmap_threshold(chunks.LARGE_BLOCK_BYTES)
 
 
+# The mappings that a fork server had before its forks; None in other processes.
+_inherited_starts: Optional[chunks.MappingStarts] = None
+
+
+def prepare_fork() -> None:
+    """Record the mappings of this process, so that processes that are forked from it need not search for them.
+
+    In a forked process, `start_build` returns these mappings. This is sufficient, because until the build malloc puts
+    blocks below `LARGE_BLOCK_BYTES` in its heap, so all separate mappings of smaller blocks are from the build.
+    """
+    global _inherited_starts  # noqa: PLW0603 - the forked processes find the value here
+    _inherited_starts = _mapping_starts()
+
+
 def start_build() -> Optional[chunks.MappingStarts]:
     """Make malloc also put smaller blocks in separate mappings until `export_pages` or `attach_pages` is called.
 
@@ -66,16 +80,22 @@ def start_build() -> Optional[chunks.MappingStarts]:
     each predict would then map and unmap the blocks that it allocates and frees.
 
     Returns:
-        The mappings that exist now, for `export_pages` and `attach_pages`; None if they cannot be read.
+        The mappings that exist now or that `prepare_fork` has recorded, for `export_pages` and `attach_pages`; None if
+        they cannot be read.
     """
+    starts = _mapping_starts() if _inherited_starts is None else _inherited_starts
+    if starts is not None:
+        libc().set_mmap_threshold(chunks.MIN_BLOCK_BYTES)
+    return starts
+
+
+def _mapping_starts() -> Optional[chunks.MappingStarts]:
     if unsupported_reason():
         return None
     try:
-        starts = chunks.mapping_starts()
+        return chunks.mapping_starts()
     except OSError:
         return None
-    libc().set_mmap_threshold(chunks.MIN_BLOCK_BYTES)
-    return starts
 
 
 def mmap_threshold_bytes() -> Optional[int]:

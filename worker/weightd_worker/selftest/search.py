@@ -80,7 +80,7 @@ def find_selftest(
     """
     if sample is not None:
         shapes = {name: tuple(array.shape) for name, array in sample.items()}
-        runs = _run_configured(engine, (shapes,), announce, sample)
+        runs = _run_configured(engine, (shapes,), order.selftest_digest, announce, sample)
     elif order.search_selftest:
         search = _Search(engine, order, rebuild, announce)
         found = search.find()
@@ -88,7 +88,7 @@ def find_selftest(
             return SelfTestRun((), "", note=_NO_INPUT_RUNS.format(len(search.failed_cases)))
         runs = found
     elif order.selftest_cases:
-        runs = _run_configured(engine, order.selftest_cases, announce, None)
+        runs = _run_configured(engine, order.selftest_cases, order.selftest_digest, announce, None)
     else:
         return SelfTestRun((), "", note=_GIVEN_UP if order.failed_cases else _OFF)
     return _assess(*runs, tolerance)
@@ -134,7 +134,7 @@ class _Search:
     def __init__(self, engine: Engine, order: Build, rebuild: Callable[[], None], announce: AnnounceCases) -> None:
         self.failed_cases: List[SelfTestCase] = list(order.failed_cases)
         self._engine = engine
-        self._known_cases = order.selftest_cases
+        self._known_cases, self._known_digest = order.selftest_cases, order.selftest_digest
         self._rebuild = rebuild
         self._announce = announce
 
@@ -169,7 +169,7 @@ class _Search:
         )
 
     def _try(self, cases: SelfTestCases, *, has_more: bool) -> Optional[Runs]:
-        """Run the cases twice and return both runs.
+        """Run the cases twice (`selftest.run_twice`) and return both runs.
 
         If the model does not run on the cases, or its answers have no finite number, add the cases to the failed cases
         and return None. A corrupted model is built again if possible.
@@ -179,7 +179,8 @@ class _Search:
         """
         self._announce(cases, tuple(self.failed_cases))
         try:
-            runs = selftest.run_twice(self._engine, cases)
+            known_digest = self._known_digest if cases == self._known_cases else ""
+            runs = selftest.run_twice(self._engine, cases, known_digest=known_digest)
             if selftest.is_conclusive(runs[0]):
                 return runs
             self._exclude(cases)
@@ -204,13 +205,15 @@ def _merge_runs(one: SelfTestRun, other: SelfTestRun) -> SelfTestRun:
     return selftest.from_answers((*one.cases, *other.cases), (*one.answers, *other.answers))
 
 
-def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCases, sample: Optional[Arrays]) -> Runs:
-    """Run the configured cases twice and return both runs."""
+def _run_configured(
+    engine: Engine, cases: SelfTestCases, known_digest: str, announce: AnnounceCases, sample: Optional[Arrays]
+) -> Runs:
+    """Run the configured cases twice (`selftest.run_twice`) and return both runs."""
     for case in cases:
         _check_case(engine.signature, case)
     announce(cases, ())
     try:
-        runs = selftest.run_twice(engine, cases, sample)
+        runs = selftest.run_twice(engine, cases, sample, known_digest)
     except RequestError as error:
         raise BuildError(
             f"the model does not run on the configured self-test input, {describe_cases(cases)}: {error}"

@@ -53,9 +53,9 @@ _ROWS_DIFFER = "the answer of this process to many rows differs from the answer 
 # Seconds without messages after which the process releases the free memory that it retains for the next predict.
 _IDLE_TIMEOUT_S = 10.0
 
-# Seconds without messages after which a worker compares a kept sample batch again (`batch_guard`). A request that
-# arrives during the comparison has to wait.
-_SHADOW_CHECK_DELAY_S = 0.1
+# Seconds without messages after which a process does work during which a request would have to wait: it compares a kept
+# sample batch again (`batch_guard`), or releases the memory that only loading the model needed.
+_PENDING_WORK_DELAY_S = 0.1
 
 # An order that the session puts into its own inbox to compare a sample batch. It is recognized by its identity (`is`),
 # so that it cannot be confused with a TrimStore order of the daemon.
@@ -127,6 +127,8 @@ class WorkerSession(Session):
         self._template_model: Optional[InheritedModel] = None
         self._sha256 = ""
         self._handle = ""
+        # Whether the process still has memory that only loading the model needed.
+        self._has_load_memory = False
         self._malloc_tuner = MallocTuner(engine.release_cached_memory)
 
     def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
@@ -137,19 +139,23 @@ class WorkerSession(Session):
     def _do_housekeeping(self) -> None:
         super()._do_housekeeping()
         self._malloc_tuner.limit_retained()
-        self._idle_timeout_s = _SHADOW_CHECK_DELAY_S if self._batch_guard.is_check_due else _IDLE_TIMEOUT_S
+        has_pending_work = self._batch_guard.is_check_due or self._has_load_memory
+        self._idle_timeout_s = _PENDING_WORK_DELAY_S if has_pending_work else _IDLE_TIMEOUT_S
 
     def _on_idle(self) -> None:
-        """Queue the comparison of a kept sample batch. If no sample batch is kept, release retained memory."""
+        """Queue the comparison of a kept sample batch. If no sample batch is kept, release memory."""
         if self._batch_guard.is_check_due:
             self._inbox.put_back(_SHADOW_CHECK)
         else:
             self._release_idle_memory()
 
     def _release_idle_memory(self) -> None:
-        """Release the memory retained for the next predict, and disable the idle timeout until the next order."""
+        """Release memory that only a load or the next predict needs. Disable the idle timeout until the next order."""
         nativelog.truncate_if_too_large()
         self._malloc_tuner.release_retained()
+        if self._has_load_memory:
+            drop_unchanged_pages()
+            self._has_load_memory = False
         self._next_housekeeping_at = 0.0
         self._idle_timeout_s = -1.0
 
@@ -186,8 +192,6 @@ class WorkerSession(Session):
         reference, row_support, first_case = builder.build_holder(order)
         engine.release_cached_memory()
         shared_weights = self._share_weights(reference, bytes_before)
-        if self._template_model is None:  # a template has dropped these pages in `freeze_memory`
-            drop_unchanged_pages()
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
             if builder.prefer_holder_answers(builder.run_selftest(reference.cases)).digest != reference.digest:
@@ -216,6 +220,12 @@ class WorkerSession(Session):
                 first_shapes=first_case or None,
             )
         )
+        self._await_idle_after_load()
+
+    def _await_idle_after_load(self) -> None:
+        """Release the memory that only the load needed as soon as the process is idle for a short time."""
+        self._has_load_memory = True
+        self._idle_timeout_s = _PENDING_WORK_DELAY_S
 
     def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
         """Share the built model: as a template from which workers are forked if possible, otherwise by the engine.
@@ -294,13 +304,12 @@ class WorkerSession(Session):
         # compared with the holder's.
         has_row_difference = inherited_model is None and builder.has_row_difference(order)
         digest = reference.digest
-        # Take the baseline of retained memory first, so that it includes the memory of the self-test, because a predict
-        # needs as much. Then release this memory before the process reports that it is ready.
+        # The memory of the self-test is retained, because a predict needs as much. It is released when the process is
+        # idle, but not now, because the request that has caused the load may be waiting.
         self._malloc_tuner.retain_freed_memory()
         del answer_before, answer, reference
-        self._malloc_tuner.release_retained()
-        drop_unchanged_pages()
         self._send(Attached(digest, shared_weights.shared_bytes, shared_weights.note, engine.memory()))
+        self._await_idle_after_load()
         if has_row_difference:
             self._batch_guard.stop_batching(_ROWS_DIFFER)
 
