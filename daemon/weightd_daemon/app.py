@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import zmq
 
+from weightd_common.process_attributes import allow_load_priority
 from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_common.terminal import Terminal, ends_on_hangup
 from weightd_daemon.api.admin import DaemonControl
@@ -112,6 +113,7 @@ def run(options: Options) -> int:
     """
     config, manager = options.config, options.manager
     raise_descriptor_limit()
+    allow_load_priority()
     check_threads(_ZEROMQ_THREADS)
     try:
         process_spawner.start_thread()

@@ -1,9 +1,10 @@
-"""Tests of a process's OOM score and of its command line in ps."""
+"""Tests of a process's OOM score, its CPU priority and its command line in ps."""
 
 from __future__ import annotations
 
 import logging
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import List
 
 import pytest
 
-from weightd_common.process_attributes import raise_score
+from weightd_common import process_attributes
+from weightd_common.process_attributes import enter_load_priority, leave_load_priority, raise_score
 
 # Raises its score first, as OOMScoreAdjust= of a unit does, then starts the child.
 PARENT = """
@@ -106,3 +108,71 @@ def test_truncates_command_line_if_kernel_forbids_more() -> None:
     room = sum(len(word) + 1 for word in [sys.executable, "-c", SCRIPT, "999", "weightd"])
     assert shown("999", "weightd").rstrip("\0") == f"{sys.executable}\0weightd"
     assert len(shown("999", "weightd")) == room
+
+
+# --- CPU priority ---------------------------------------------------------------------------------------------------
+
+PRIORITIES = """
+import os, resource, sys, threading
+from weightd_common.process_attributes import *
+before, (_, hard) = current_nice(), resource.getrlimit(resource.RLIMIT_NICE)
+allow_load_priority()
+enter_load_priority(before)
+nices, go, end = [current_nice()], threading.Event(), threading.Event()
+def later():
+    nices.append(current_nice())
+    go.set()
+    end.wait()
+    nices.append(current_nice())
+thread = threading.Thread(target=later)
+thread.start()
+go.wait()
+leave_load_priority(before)
+end.set()
+thread.join()
+print(*[each - before for each in [*nices, current_nice()]], resource.getrlimit(resource.RLIMIT_NICE)[0] + before)
+"""
+
+
+def test_priority_is_low_only_during_a_load() -> None:
+    """Threads of the engine that start during the load serve requests later, so their priority returns as well."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", PRIORITIES], stdout=subprocess.PIPE, env=environment, timeout=60, check=True
+    )
+    *nices, limit = map(int, done.stdout.split())
+    # Only a privileged process, or one whose service manager allows it, may return to its priority.
+    assert nices == ([0] * 4 if limit < 20 and os.geteuid() else [7, 7, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "daemon_nice", "nices"),
+    [
+        (20, 0, 0, [7]),
+        (resource.RLIM_INFINITY, 0, 0, [7]),
+        (19, 0, 0, []),
+        (0, ~(1 << 23) & 0x1FFFFFFFFFF, 0, []),
+        (0, 1 << 23, 0, [7]),
+        (15, 0, 5, [12]),
+        (20, 0, -5, []),
+        (25, 0, -5, [2]),
+    ],
+)
+def test_priority_is_lowered_only_if_it_can_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, capabilities: int, daemon_nice: int, nices: List[int]
+) -> None:
+    done: List[int] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    (tmp_path / "status").write_text(f"CapPrm:\t000001ffffffffff\nCapEff:\t{capabilities:016x}\n")
+    monkeypatch.setattr(process_attributes, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(os, "setpriority", lambda _, thread, nice: done.append(nice))
+    enter_load_priority(daemon_nice)
+    assert done == nices
+
+
+def test_priority_that_cannot_be_set_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    leave_load_priority(0)

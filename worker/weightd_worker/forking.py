@@ -155,17 +155,19 @@ _SEED_WORDS = 8
 
 
 class ProcessState:
-    """Signal handlers, signal mask, umask, working directory and OOM score of this process when the object is made.
+    """Signal handlers, signal mask, umask, working directory, OOM score and nice value when the object is made.
 
     `restore` resets the state before a fork, so that a forked process need not do so. A forked process writes to as
     little memory as possible, because each page that it writes becomes private.
 
     Attributes:
         oom_score: the OOM score of the daemon, which this process has inherited; None if it cannot be read.
+        nice: the nice value of the daemon.
     """
 
     def __init__(self) -> None:
         self.oom_score = process_attributes.current_score()
+        self.nice = process_attributes.current_nice()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
         # The handler is None if Python has not installed it, or if no signal has this number. Such a handler cannot be
         # restored.

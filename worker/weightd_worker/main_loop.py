@@ -16,7 +16,7 @@ import zmq
 from weightd_common.devices import parse_cpulist
 from weightd_common.launch_arguments import GroupMembers, RendezvousInfo, joint_digest
 from weightd_common.modelfiles.files import ModelFileError, snapshot_digest
-from weightd_common.process_attributes import ProcessTitle, raise_score
+from weightd_common.process_attributes import ProcessTitle, enter_load_priority, raise_score
 from weightd_common.process_start import die_with_parent, disable_core_dumps
 from weightd_common.transient import is_transient
 from weightd_protocol import limits
@@ -160,6 +160,7 @@ def _run_session(
         return _run_rank_or_broker(connection, arguments)
     if arguments.models:
         return _run_model_group(connection, arguments)
+    enter_load_priority(process_state.nice)
     try:
         engine = _make_engine(arguments) if inherited_model is None else inherited_model.engine
     except BuildError as error:
@@ -182,7 +183,7 @@ def _run_session(
         ModelInputs(
             arguments.model, arguments.store, arguments.weights, arguments.selftest_inputs, arguments.tolerance
         ),
-        origin=ProcessOrigin(origin, clip(arguments.origin_note), inherited_model),
+        origin=ProcessOrigin(origin, clip(arguments.origin_note), inherited_model, process_state.nice),
         sharing_plan=SharingPlan(
             arguments.sharer_count, make_forker(arguments.parent, process_state) if is_template else None
         ),

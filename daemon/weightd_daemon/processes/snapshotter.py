@@ -36,7 +36,7 @@ from weightd_common.modelfiles.files import (
     model_files,
     open_file,
 )
-from weightd_common.process_attributes import raise_score
+from weightd_common.process_attributes import keep_load_priority, raise_score
 from weightd_common.process_start import die_with_parent
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.transient import is_transient
@@ -431,6 +431,7 @@ def main() -> None:
     process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
+    keep_load_priority()
     order = SnapshotOrder.from_json(sys.stdin.buffer.read())
     identity = identify_files(order)  # before the copy, so that a later change is noticed
     reply = run_requests(order.requests, order.files, CopyProgressFile(Path(order.progress_path), len(order.requests)))

@@ -9,6 +9,7 @@ import logging
 from typing import Any, NamedTuple, Optional, Sequence
 
 from weightd_common.log_text import plural
+from weightd_common.process_attributes import leave_load_priority
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import (
@@ -69,11 +70,13 @@ class ProcessOrigin(NamedTuple):
         origin: "spawned", "forked" or "template".
         note: why the process was not forked, or "".
         inherited_model: the built model, if the process was forked from a template; otherwise None.
+        daemon_nice: the nice value that a worker gets after the load (`leave_load_priority`); None to keep its own.
     """
 
     origin: str
     note: str = ""
     inherited_model: Optional[InheritedModel] = None
+    daemon_nice: Optional[int] = None
 
 
 class SharingPlan(NamedTuple):
@@ -162,8 +165,9 @@ class WorkerSession(Session):
     def _make_hello(self, sha256: str) -> Hello:
         self._sha256 = sha256
         found = all_versions(self._engine.versions())
-        sharing, (origin, note, _) = self._engine.sharing, self._origin
-        return Hello(sharing.current_pid(), sha256, found, sharing.traits, origin, note, self._engine.concurrency)
+        sharing, origin = self._engine.sharing, self._origin
+        pid, concurrency = sharing.current_pid(), self._engine.concurrency
+        return Hello(pid, sha256, found, sharing.traits, origin.origin, origin.note, concurrency)
 
     def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, Build):
@@ -308,6 +312,8 @@ class WorkerSession(Session):
         # idle, but not now, because the request that has caused the load may be waiting.
         self._malloc_tuner.retain_freed_memory()
         del answer_before, answer, reference
+        if self._origin.daemon_nice is not None:
+            leave_load_priority(self._origin.daemon_nice)
         self._send(Attached(digest, shared_weights.shared_bytes, shared_weights.note, engine.memory()))
         self._await_idle_after_load()
         if has_row_difference:
