@@ -111,12 +111,12 @@ class Reconnected:
 class Build:
     """daemon → holder: build the model and share its weights with the processes in `engine_pids`.
 
-    With `search_selftest`, the holder searches for self-test inputs: it tries `selftest_cases` first, which worked before,
-    and skips `failed_cases`. Otherwise `selftest_cases` are configured and must work; empty for no self-test or samples.
+    With `search_selftest`, the holder searches for self-test inputs: it tries `selftest_cases` first, which worked
+    before, and skips `failed_cases`. Otherwise `selftest_cases` are the configured inputs; empty for no self-test.
     `max_rows` is the maximum number of rows in a predict of several requests; with 1, requests are not batched.
     `allowed_batch_sizes` are the only numbers of rows that the model accepts; empty for any. With `exact`, batched
-    results must equal single results bit for bit. If the answers have the digest `selftest_digest`, which is that of an
-    earlier holder or "", the holder runs the self-test only once.
+    results must equal single results bit for bit. If the answers have the digest `selftest_digest`, which an earlier
+    holder has reported ("" if unknown), the holder runs the self-test only once.
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
