@@ -100,8 +100,7 @@ class ZmqProxy:
 
     def run(self) -> None:
         """Relay messages until the daemon closes the link; then relay its last replies for at most `LINGER_S`."""
-        while self._stops_at == _NEVER:
-            self._loop.run_once()
+        self._loop.run()
         while not self._relay.is_idle and event_loop.now() < self._stops_at:
             self._loop.run_once(self._stops_at - event_loop.now())
 
@@ -159,6 +158,7 @@ class ZmqProxy:
             self._acceptor.stop()
             self._relay.stop_reading()
             self._stops_at = event_loop.now() + LINGER_S
+            self._loop.stop()
 
 
 def _new_peers() -> Peers:

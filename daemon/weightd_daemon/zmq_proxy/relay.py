@@ -20,7 +20,7 @@ from weightd_daemon.zmq_proxy import control, zmtp
 from weightd_daemon.zmq_proxy.client import ClientSocket, ProxyClient
 from weightd_daemon.zmq_proxy.client_table import ClientTable
 from weightd_daemon.zmq_proxy.turns import ReadTurns
-from weightd_protocol.framing import FrameReader
+from weightd_protocol.framing import FrameReader, Message
 from weightd_protocol.limits import MAX_FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -141,15 +141,15 @@ class Relay:
             return
         try:
             if len(messages) == 1:
-                stream.send(messages[0])
+                is_sent = stream.send(messages[0])
             else:
                 stream.cork()
                 for frames in messages:
                     stream.send(frames)
-                stream.uncork()
+                is_sent = stream.uncork()
         except ConnectionError:
             return  # the daemon has closed the stream: its last replies are read before the client is disconnected
-        if stream.unsent:
+        if not is_sent:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
@@ -227,12 +227,11 @@ class Relay:
         if answer_bytes and answer_bytes >= zmtp.CRYPTO_THREAD_BYTES and client.daemon_socket is not None:
             client.encrypting_bytes = 2 * answer_bytes
             self._turns.pause(client.daemon_socket, ClientSocket.WAITS_FOR_CRYPTO)
-            frames = [message.frames for message in messages]
             self._run_in_crypto_thread(
-                client, lambda: _encode_messages(mechanism, frames), functools.partial(self._on_encrypted, client)
+                client, lambda: _encode_messages(mechanism, messages), functools.partial(self._on_encrypted, client)
             )
         elif messages:
-            self._send_to_client(client, _encode_messages(mechanism, [message.frames for message in messages]))
+            self._send_to_client(client, _encode_messages(mechanism, messages))
         self.clients.update_buffered_bytes(client)
         return bool(
             client.daemon_socket is None
@@ -363,5 +362,8 @@ class Relay:
         self.clients.remove(client)
 
 
-def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Sequence[Any]]) -> list[Any]:
-    return [frame for frames in messages for frame in zmtp.encode_message(mechanism, frames)]
+def _encode_messages(mechanism: zmtp.Mechanism, messages: Sequence[Message]) -> list[Any]:
+    chunks: list[Any] = []
+    for frames, _ in messages:
+        chunks += zmtp.encode_message(mechanism, frames)
+    return chunks

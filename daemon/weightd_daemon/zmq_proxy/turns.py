@@ -35,6 +35,8 @@ class ReadTurns:
         self._loop = loop
         self._on_peer_closed = on_peer_closed
         self._queue: RoundRobinQueue[ClientSocket] = RoundRobinQueue()
+        # The end of the loop's last wait, which identifies the turn in which `_reads_this_turn` sockets were read.
+        self._turn_began_at = loop.now
         self._reads_this_turn = 0
 
     def on_readable(self, side: ClientSocket) -> None:
@@ -43,11 +45,11 @@ class ReadTurns:
             if side.has_peer_closed():
                 self._on_peer_closed(side)
             return
+        if self._turn_began_at != self._loop.now:
+            self._turn_began_at, self._reads_this_turn = self._loop.now, 0
         if self._queue or self._reads_this_turn >= _MAX_READS_PER_TURN:
             self._enqueue(side)
             return
-        if not self._reads_this_turn:
-            self._loop.call_soon(self._on_turn_end)
         self._reads_this_turn += 1
         if not side.read_once(side.client) and side.is_open:
             self._enqueue(side)
@@ -78,9 +80,6 @@ class ReadTurns:
         """Stop reading from a socket that will be closed."""
         self._queue.remove(side.client.user, side)
         self._loop.remove(side.fd)
-
-    def _on_turn_end(self) -> None:
-        self._reads_this_turn = 0
 
     def _enqueue(self, side: ClientSocket) -> None:
         """Put a socket into the queue, and pause it until its turn."""

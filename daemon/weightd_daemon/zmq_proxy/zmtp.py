@@ -210,7 +210,9 @@ class ZmtpConnection:
             data = data[filled_bytes:]
         elif self._unparsed:
             data = self._unparsed + data
-        position = 0 if self._is_waiting() else self._parse(data, messages)
+        # While a large frame is incomplete or being decrypted, no other frame can be parsed.
+        is_waiting = self.missing_bytes > 0 or self.pending_work is not None
+        position = 0 if is_waiting else self._parse(data, messages)
         self._unparsed = data[position:] if position else data
         self._update_held_bytes()
         return messages
@@ -226,10 +228,6 @@ class ZmtpConnection:
             self._add_frame(*result, messages)
         self._update_held_bytes()
         return messages
-
-    def _is_waiting(self) -> bool:
-        """Return whether no frame can be parsed now, because a large frame is incomplete or being decrypted."""
-        return self.missing_bytes > 0 or self.pending_work is not None
 
     def _update_held_bytes(self) -> None:
         if self.error:
