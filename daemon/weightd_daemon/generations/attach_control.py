@@ -204,10 +204,12 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             now: the time (monotonic seconds).
             timeout_s: the seconds within which each worker must attach.
         """
-        waiting = ChildState.ADMITTED, ChildState.GREETED
-        if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
+        waiting_count = self._processes.count(ChildState.ADMITTED, ChildState.GREETED)
+        if not waiting_count or self._processes.count(ChildState.AWAITED):
             return
-        free_count = self._attach_limit() - self._processes.count(ChildState.ATTACHING)
+        # The limit is at least one. It is read from several files, so do not read it for a single worker.
+        attaching_count = self._processes.count(ChildState.ATTACHING)
+        free_count = self._attach_limit() - attaching_count if waiting_count + attaching_count > 1 else 1
         for worker in self._processes.usable(Role.WORKER):
             if free_count <= 0:
                 return
