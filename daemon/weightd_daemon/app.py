@@ -22,6 +22,7 @@ from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
+from weightd_daemon.api.version_sets import ProvenRecord
 from weightd_daemon.changed_files import ChangedFiles
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
@@ -289,7 +290,7 @@ def build(options: Options, host: Host) -> Daemon:
     for listener in host.sockets.unix_listeners:
         router.listen(listener)
     counter_store = CounterStore(
-        config.daemon.counters_file, _counter_entries(books, load_monitor, lifecycle), loop.call_soon
+        config.daemon.counters_file, _counter_entries(books, load_monitor, lifecycle, lookup), loop.call_soon
     )
     parts = Parts(
         loop,
@@ -326,11 +327,14 @@ def build(options: Options, host: Host) -> Daemon:
     return daemon
 
 
-def _counter_entries(books: Books, load_monitor: LoadMonitor, lifecycle: ModelLifecycle) -> dict[str, CounterEntry]:
+def _counter_entries(
+    books: Books, load_monitor: LoadMonitor, lifecycle: ModelLifecycle, lookup: ModelLookup
+) -> dict[str, CounterEntry]:
     return {
         "account": CounterEntry(books.usage_table, UsageRecord),
         "model": CounterEntry(books.counters, ModelCounterRecord),
         "daemon": CounterEntry(books.daemon_counters, DaemonCounterRecord),
         "load": CounterEntry(load_monitor, LoadSpeedRecord),
         "need": CounterEntry(lifecycle.needs, NeedRecord),
+        "proven": CounterEntry(lookup.proven, ProvenRecord),
     }

@@ -17,6 +17,7 @@ from weightd_common.devices import CPU
 from weightd_common.service_manager import ServiceManager
 from weightd_common.terminal import ends_on_hangup
 from weightd_daemon import app, exit_codes
+from weightd_daemon.api.version_sets import ProvenVersions
 from weightd_daemon.config.check import describe_config, find_problems
 from weightd_daemon.config.daemon import default_path, unit_of
 from weightd_daemon.config.load import Config, ConfigError, check_config, parse
@@ -133,7 +134,7 @@ def _check(options: argparse.Namespace) -> int:
         signal.signal(number, _exit_on_signal)
     unit = unit_of(options.config)
     checked = check_config(options.config, unit)
-    config = select_models(checked.config, {})
+    config = select_models(checked.config, {}, ProvenVersions(dict))
     loadable = {name: model for name, model in checked.loadable.items() if name in config.models or not model.revision}
     found = [*checked.problems, *(f"{options.config}: {each}" for each in config.repository_problems.values())]
     members = {name for group in config.groups.values() for name in group.models}

@@ -134,7 +134,7 @@ class ConfigInForce:
         diff = self.compare(path, config, model_problems, retries=retries)
         previous, self.config = self.config, keep_unreadable(config, self.config)
         log_problems(config, previous.repository_problems)
-        self._apply_models(diff, select_models(self.config, self._registry.models), now)
+        self._apply_models(diff, select_models(self.config, self._registry.models, self._lookup.proven), now)
         if (config.tenants, admitted_tenants(config)) != (previous.tenants, admitted_tenants(previous)):
             self._tenants.resolver.configure(config.tenants)
             self._tenants.authorizer.listener_tenants = admitted_tenants(config)
@@ -149,7 +149,7 @@ class ConfigInForce:
     ) -> ConfigDiff:
         """Return the changes that `apply` would make; raise what it would raise."""
         self._check_fixed_keys(path, config)
-        selected = select_models(keep_unreadable(config, self.config), self._registry.models)
+        selected = select_models(keep_unreadable(config, self.config), self._registry.models, self._lookup.proven)
         diff = self._registry.compare(selected.models)
         needed = dict.fromkeys((*diff.added, *diff.changed))
         if retries:
@@ -170,12 +170,12 @@ class ConfigInForce:
         """Select again which versions in the repository serve, because a version may be ready now or have failed."""
         if self.config.repository is None:
             return
-        selected = select_models(self.config, self._registry.models)
+        selected = select_models(self.config, self._registry.models, self._lookup.proven)
         if selected.models.keys() != self._registry.models.keys():
             with contextlib.suppress(Unavailable):  # one of them is being updated, which calls this method at its end
                 diff = self._registry.compare(selected.models)._replace(changed=(), retried=())
                 self._apply_models(diff, selected, now)
-        for model in unproven_versions(self.config, self._registry.models):
+        for model in unproven_versions(self.config, self._registry.models, self._lookup.proven):
             if model.name not in self._attempted:
                 # A refused load, if too many models wait for memory for example, is tried again at the next change.
                 with contextlib.suppress(RequestError):
@@ -216,7 +216,7 @@ class ConfigInForce:
         records, rollouts = ((), ()) if handover is None else (handover.models, handover.rollouts)
         self.config = keep_handed_over(self.config, records)
         log_problems(self.config, {})
-        selected = select_models(self.config, {}, records)
+        selected = select_models(self.config, {}, self._lookup.proven, records)
         # The fork servers come first: they import their engines while the models' snapshots are taken.
         self._supervisor.fork_servers.reconcile([each for each in selected.models.values() if each.loads_at_start], now)
         self._lookup.configure(selected.version_sets, rollouts)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from weightd_daemon.api.version_sets import ProvenVersions
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.repository import Repository, RepositoryConfig, scan, select_versions
 from weightd_daemon.config.versions import VersionSetConfig
@@ -31,12 +32,15 @@ _log = logging.getLogger("weightd")
 _QUIET_S = 0.2
 
 
-def select_models(config: Config, models: Mapping[str, ServedModel], records: Iterable[ModelRecord] = ()) -> Config:
+def select_models(
+    config: Config, models: Mapping[str, ServedModel], proven: ProvenVersions, records: Iterable[ModelRecord] = ()
+) -> Config:
     """Return the configuration with only those versions of the repository's models that the daemon has to serve now.
 
     Args:
         config: the configuration with all versions.
         models: the models that are served.
+        proven: knows which versions were loaded.
         records: the models that a previous daemon has handed over, at the start.
     """
     if config.repository is None:
@@ -46,7 +50,7 @@ def select_models(config: Config, models: Mapping[str, ServedModel], records: It
     removed: set[str] = set()
     for name, versions in config.version_sets.items():
         if versions.keep:
-            kept = _select(name, versions, config, models, handed_over)
+            kept = _select(name, versions, config, models, proven, handed_over)
             traffic = tuple(each for each in versions.traffic if each[0] in kept)
             version_sets[name] = dataclasses.replace(versions, versions=kept, traffic=traffic)
             removed.update(join_version(name, str(each)) for each in versions.versions if each not in kept)
@@ -65,6 +69,7 @@ def _select(
     versions: VersionSetConfig,
     config: Config,
     models: Mapping[str, ServedModel],
+    proven_versions: ProvenVersions,
     handed_over: Mapping[str, bool],
 ) -> tuple[int, ...]:
     current: set[int] = set()
@@ -78,7 +83,7 @@ def _select(
             # A version is proven if its present files were loaded. If the files have changed, the version must be
             # loaded again first.
             is_same = model.config.revision == config.models[full_name].revision
-            was_loaded = model.loading.is_unloaded and model.dispatcher.signature.built is not None
+            was_loaded = model.loading.is_unloaded and proven_versions.was_loaded(model)
             if is_same and (model.readiness.is_complete or was_loaded):
                 proven.add(version)
             elif is_same and model.readiness.has_failed:
@@ -87,10 +92,15 @@ def _select(
             current.add(version)
             if handed_over[full_name]:
                 proven.add(version)
+        elif proven_versions.was_loaded_earlier(full_name, config.models[full_name]):
+            current.add(version)
+            proven.add(version)
     return select_versions(versions.versions, versions.keep, failed=failed, proven=proven, current=current)
 
 
-def unproven_versions(config: Config, models: Mapping[str, ServedModel]) -> Sequence[ServedModel]:
+def unproven_versions(
+    config: Config, models: Mapping[str, ServedModel], proven: ProvenVersions
+) -> Sequence[ServedModel]:
     """Return each model's newest version that loads on demand and was never loaded, while an older version serves.
 
     The daemon must load them without a request: as long as the older version serves, it answers all requests.
@@ -100,7 +110,7 @@ def unproven_versions(config: Config, models: Mapping[str, ServedModel]) -> Sequ
         there = [model for each in versions.versions if (model := models.get(join_version(name, str(each))))]
         if versions.keep and len(there) > 1:
             newest = there[-1]
-            is_new = newest.loading.is_unloaded and newest.dispatcher.signature.built is None
+            is_new = newest.loading.is_unloaded and not proven.was_loaded(newest)
             if is_new and newest.config.is_on_demand and any(each.readiness.is_serving for each in there[:-1]):
                 waiting.append(newest)
     return waiting

@@ -14,6 +14,7 @@ import pytest
 
 from testkit.waiting import until
 from weightd_daemon import repository
+from weightd_daemon.api.version_sets import ProvenRecord, ProvenVersions
 from weightd_daemon.config.daemon import DaemonConfig
 from weightd_daemon.config.load import Config
 from weightd_daemon.config.model import ModelConfig
@@ -31,6 +32,7 @@ from weightd_daemon.repository import (
 from weightd_protocol import limits
 
 REPOSITORY = RepositoryConfig("/srv/models")
+NOTHING = ProvenVersions(dict)
 
 
 def config_of(*versions: int, keep: int = 1, revision: int = 1) -> Config:
@@ -41,11 +43,11 @@ def config_of(*versions: int, keep: int = 1, revision: int = 1) -> Config:
     return Config(DaemonConfig(), {"other": model, **models}, version_sets=sets, repository=REPOSITORY)
 
 
-def model(state: str, revision: int = 1) -> Any:
+def model(state: str, revision: int = 1, name: str = "") -> Any:
     """Return a fake model: "serving", "loading", "failed", "unloaded" after it has served, or "new"."""
     return SimpleNamespace(
-        name=state,
-        config=SimpleNamespace(revision=revision, is_on_demand=True),
+        name=name or state,
+        config=SimpleNamespace(path="/m.onnx", revision=revision, is_on_demand=True),
         readiness=SimpleNamespace(
             is_complete=state == "serving", is_serving=state == "serving", has_failed=state == "failed"
         ),
@@ -56,7 +58,7 @@ def model(state: str, revision: int = 1) -> Any:
 
 def selected(config: Config, **states: str) -> list[str]:
     models = {f"m@{name[1:]}": model(state) for name, state in states.items()}
-    return [name for name in select_models(config, models).models if name != "other"]
+    return [name for name in select_models(config, models, ProvenVersions(lambda: models)).models if name != "other"]
 
 
 @pytest.mark.parametrize(
@@ -79,31 +81,52 @@ def test_state_of_models_decides(states: dict[str, str], expected: list[str]) ->
 
 def test_changed_files_are_not_proven() -> None:
     models = {"m@1": model("serving"), "m@2": model("serving", revision=0)}
-    assert list(select_models(config_of(1, 2), models).models) == ["other", "m@1", "m@2"]
+    assert list(select_models(config_of(1, 2), models, ProvenVersions(lambda: models)).models) == [
+        "other",
+        "m@1",
+        "m@2",
+    ]
 
 
 def test_takes_over_versions_of_the_previous_daemon() -> None:
     records: Any = [SimpleNamespace(name="m@1", generations=("one",)), SimpleNamespace(name="m@2", generations=())]
-    assert list(select_models(config_of(1, 2), {}, records).models) == ["other", "m@1", "m@2"]
-    assert select_models(config_of(1, 2), {}).version_sets == {"m": VersionSetConfig((2,), keep=1)}
+    assert list(select_models(config_of(1, 2), {}, NOTHING, records).models) == ["other", "m@1", "m@2"]
+    assert select_models(config_of(1, 2), {}, NOTHING).version_sets == {"m": VersionSetConfig((2,), keep=1)}
+
+
+def test_serves_the_version_that_an_earlier_daemon_has_loaded() -> None:
+    config = config_of(1, 2, 3)
+    proven = ProvenVersions(dict)
+    proven.restore([ProvenRecord("m@1", "/m.onnx", 0), ProvenRecord("m@2", "/m.onnx", 1)])
+    assert list(select_models(config, {}, proven).models) == ["other", "m@2", "m@3"]
+    # The next daemon goes on in the same way with the models that it has not loaded yet.
+    models = {"m@2": model("new", name="m@2"), "m@3": model("new", name="m@3")}
+    assert list(select_models(config, models, proven).models) == ["other", "m@2", "m@3"]
+    models["m@2"].readiness.is_serving = True
+    assert unproven_versions(config, models, proven) == [models["m@3"]]
+    proven.restore([ProvenRecord("m@3", "/m.onnx", 1)])
+    assert list(select_models(config, models, proven).models) == ["other", "m@3"]
+    assert unproven_versions(config, models, proven) == []
 
 
 def test_configured_versions_are_all_served() -> None:
     config = dataclasses.replace(config_of(1, 2, keep=0), repository=REPOSITORY)
-    assert select_models(config, {}) == config
+    assert select_models(config, {}, NOTHING) == config
 
 
 def test_surplus_models_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_MODELS", 2)
-    assert len(select_models(config_of(1, 2), {}).models) == 2
-    surplus = select_models(config_of(1, 2, keep=2), {})
+    assert len(select_models(config_of(1, 2), {}, NOTHING).models) == 2
+    surplus = select_models(config_of(1, 2, keep=2), {}, NOTHING)
     assert (list(surplus.models), dict(surplus.version_sets)) == (["other"], {})
 
 
 def test_traffic_names_only_selected_versions() -> None:
     config = config_of(1, 2)
     sets = {"m": VersionSetConfig((1, 2), ((1, 9), (2, 1)), keep=1)}
-    assert select_models(dataclasses.replace(config, version_sets=sets), {}).version_sets["m"].traffic == ((2, 1),)
+    assert select_models(dataclasses.replace(config, version_sets=sets), {}, NOTHING).version_sets["m"].traffic == (
+        (2, 1),
+    )
 
 
 def test_unsettled_version_stays_as_it_was() -> None:
@@ -162,7 +185,7 @@ def test_next_daemon_keeps_model_of_unreadable_directory(caplog: pytest.LogCaptu
 )
 def test_new_version_is_loaded_beside_one_that_serves(states: tuple[str, ...], *, is_loaded: bool) -> None:
     models = {f"m@{number}": model(state) for number, state in enumerate(states, 1)}
-    waiting = unproven_versions(config_of(*range(1, len(states) + 1)), models)
+    waiting = unproven_versions(config_of(*range(1, len(states) + 1)), models, ProvenVersions(lambda: models))
     assert [each.name for each in waiting] == (["new"] if is_loaded else [])
 
 

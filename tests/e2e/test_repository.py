@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -93,6 +94,26 @@ def test_broken_version_never_replaces_a_good_one(repository: Repository) -> Non
             repository.add(2, 2)
             wait_for(service, "m@2")
             ask_all(client, "m", repository.questions[2])
+
+
+def test_unloaded_version_answers_after_a_restart(repository: Repository) -> None:
+    repository.add(1, 1)
+    with ManagedService({}, repository={**repository.tables, "settle": 0.0}) as service:
+        with service.client() as client:
+            wait_for(service, "m@1")
+            ask_all(client, "m", repository.questions[1])
+            client.unload("m@1")
+        os.kill(service.pid, signal.SIGTERM)
+        service.wait()
+        # Valid protobuf for the daemon, but not a model for the engine.
+        broken = repository.root / "m/2/model.onnx"
+        broken.parent.mkdir()
+        broken.write_bytes(b"\x08\x08")
+        service.start_again()
+        with service.client() as client:
+            ask_all(client, "m", repository.questions[1])
+            until(lambda: model_status(service, "m@2").state == "failed", "version 2 fails")
+            ask_all(client, "m", repository.questions[1])
 
 
 def test_changes_of_one_model(repository: Repository) -> None:

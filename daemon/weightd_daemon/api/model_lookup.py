@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from weightd_daemon.api.version_sets import VersionReadiness, VersionSet
+from weightd_daemon.api.version_sets import ProvenVersions, VersionReadiness, VersionSet
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.persisted import RolloutRecord, ShareRecord
@@ -32,10 +32,12 @@ class ModelLookup:
 
     Attributes:
         registry: the models.
+        proven: knows which versions were loaded.
     """
 
     def __init__(self, registry: ModelRegistry) -> None:
         self.registry = registry
+        self.proven = ProvenVersions(lambda: self.registry.models)
         self._version_sets: dict[str, VersionSet] = {}
 
     # --- for clients --------------------------------------------------------------------------------------------
@@ -114,8 +116,7 @@ class ModelLookup:
             return VersionReadiness.SERVING
         if model.loading.unavailable is not None and not model.config.is_on_demand:
             return VersionReadiness.UNAVAILABLE
-        has_served = model.dispatcher.signature.built is not None
-        return VersionReadiness.LOADABLE if has_served else VersionReadiness.UNPROVEN
+        return VersionReadiness.LOADABLE if self.proven.was_loaded(model) else VersionReadiness.UNPROVEN
 
     # --- versions -----------------------------------------------------------------------------------------------
 

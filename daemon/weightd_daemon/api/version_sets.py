@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import enum
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.versions import VersionSetConfig
+from weightd_daemon.models.model import ServedModel
+from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition, InvalidArgument
+from weightd_protocol.model_names import split_version
+from weightd_protocol.schema import integer, text
 
 Shares = Mapping[int, float]
 """The share of each version in the requests that name no version; the shares add up to 1."""
@@ -20,6 +26,61 @@ class VersionReadiness(enum.IntEnum):
     UNPROVEN = 1  # it is loading, or a request loads it; it was never loaded before
     LOADABLE = 2  # likewise, and it was loaded before
     SERVING = 3
+
+
+@dataclass(frozen=True)
+class ProvenRecord:
+    """A version that was loaded, for the next daemon.
+
+    Attributes:
+        model: the name of the model with the version, NAME@VERSION.
+        path: the path of its file.
+        revision: the revision of its files, if they are in the repository.
+    """
+
+    model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
+    path: str = field(metadata=text(limits.MAX_PATH_BYTES))
+    revision: int = field(metadata=integer(0, limits.MAX_COUNT))
+
+    @property
+    def key(self) -> str:
+        """The name of the model, which identifies the record."""
+        return self.model
+
+    @classmethod
+    def of(cls, name: str, config: ModelConfig) -> ProvenRecord:
+        """Return the record of a model."""
+        return cls(name, config.path, config.revision)
+
+
+class ProvenVersions:
+    """Knows which versions were loaded with their present files, by this daemon or by an earlier one.
+
+    Args:
+        models: returns the models that are served, by name.
+    """
+
+    def __init__(self, models: Callable[[], Mapping[str, ServedModel]]) -> None:
+        self._models = models
+        self._earlier: dict[str, ProvenRecord] = {}
+
+    def was_loaded(self, model: ServedModel) -> bool:
+        """Return whether this daemon or an earlier one has loaded the model."""
+        return model.dispatcher.signature.built is not None or self.was_loaded_earlier(model.name, model.config)
+
+    def was_loaded_earlier(self, name: str, config: ModelConfig) -> bool:
+        """Return whether an earlier daemon has loaded this model."""
+        return self._earlier.get(name) == ProvenRecord.of(name, config)
+
+    def records(self) -> Iterator[ProvenRecord]:
+        """Yield the versions that were loaded for the counter store."""
+        for name, model in list(self._models().items()):
+            if split_version(name)[1] and self.was_loaded(model):
+                yield ProvenRecord.of(name, model.config)
+
+    def restore(self, records: Sequence[ProvenRecord]) -> None:
+        """Add the versions that an earlier daemon has loaded."""
+        self._earlier = {each.model: each for each in records}
 
 
 class VersionSet:

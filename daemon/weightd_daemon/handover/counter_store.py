@@ -1,9 +1,10 @@
 """Stores the usage counters in a file, so that they survive restarts of the daemon.
 
 The next daemon continues from the stored counters, whether or not it takes over processes. The file has one JSON object
-per line: for each tenant's account, each model, the daemon, and the load time of each model. The last line contains the
-number of the lines before it. The daemon replaces the file periodically and when it exits. If the daemon is killed, the
-counts since the last write are lost. An invalid file is ignored.
+per line: for each tenant's account, each model, the daemon, the load time and the memory of each model, and each
+version that was loaded. The last line contains the number of the lines before it. The daemon replaces the file
+periodically and when it exits. If the daemon is killed, the counts since the last write are lost. An invalid file is
+ignored.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ INTERVAL_S = 10.0
 _MAX_RECORDS_PER_STEP = 128
 
 # Maximum number of lines in the file. Each tenant and the operator have one account for each model and one without a
-# model. The other lines are for the daemon, the models and the load times of models, including removed models.
-_MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
+# model. The other lines are for the daemon, the models, their load times and needs, including removed models, and the
+# versions that were loaded.
+_MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 5 * limits.MAX_MODELS + 1
 _MAX_BYTES = 2048 * _MAX_LINES
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from weightd_daemon.api.model_lookup import ModelLookup
+from weightd_daemon.api.version_sets import ProvenRecord
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.config.versions import VersionSetConfig
 from weightd_daemon.models.registry import ModelRegistry
@@ -27,7 +28,7 @@ def model(name: str, state: str = "serving") -> Any:
         name=name,
         readiness=SimpleNamespace(has_failed=state == "failed", may_serve_soon=state == "serving"),
         loading=SimpleNamespace(unavailable="not loaded" if is_unloaded else None),
-        config=SimpleNamespace(is_on_demand=state in ("on_demand", "idle")),
+        config=SimpleNamespace(path=f"/{name}", revision=0, is_on_demand=state in ("on_demand", "idle")),
         dispatcher=SimpleNamespace(signature=SimpleNamespace(built="built" if state in ("serving", "idle") else None)),
     )
 
@@ -40,6 +41,17 @@ def lookup_of(**states: str) -> ModelLookup:
     lookup = ModelLookup(registry)
     lookup.configure({"m": VersionSetConfig(tuple(int(name[1:]) for name in states))})
     return lookup
+
+
+def test_version_that_an_earlier_daemon_has_loaded_answers_first() -> None:
+    before = lookup_of(v1="idle", v2="on_demand", v3="on_demand")
+    before.proven.restore([ProvenRecord("m@2", "/another", 0)])
+    records = list(before.proven.records())
+    assert records == [ProvenRecord("m@1", "/m@1", 0)]
+    after = lookup_of(v1="on_demand", v2="on_demand", v3="on_demand")
+    after.proven.restore(records)
+    assert after.find("m", DEFAULT_TENANT).name == "m@1"
+    assert list(after.proven.records()) == records
 
 
 @pytest.mark.parametrize(
