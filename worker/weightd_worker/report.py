@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any, Callable, Dict, TextIO
 
 from weightd_common import process_start
@@ -27,8 +28,23 @@ Values = Dict[str, Any]
 
 
 def read_python(_: int) -> Values:
-    """Return the path and version of the interpreter, and the pid of this process in its pid namespace."""
-    return {"executable": sys.executable, "version": platform.python_version(), "pid": str(os.getpid())}
+    """Return path, version and build of the interpreter, and the pid of this process in its pid namespace."""
+    return {
+        "executable": sys.executable,
+        "version": platform.python_version(),
+        "optimized": is_optimized(str(sysconfig.get_config_var("CONFIG_ARGS") or ""), sys.base_prefix),
+        "pid": str(os.getpid()),
+    }
+
+
+def is_optimized(config_args: str, prefix: str) -> bool:
+    """Return whether an interpreter was built with profile-guided optimization, as far as its build shows.
+
+    Args:
+        config_args: the arguments of CPython's `configure`. Debian optimizes its build without the usual argument.
+        prefix: the directory in which the interpreter is installed; "/usr" for the interpreter of a distribution.
+    """
+    return prefix == "/usr" or "--enable-optimizations" in config_args
 
 
 def read_weightd(_: int) -> Values:

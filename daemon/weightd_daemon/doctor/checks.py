@@ -56,6 +56,10 @@ _CONTAINER_ADVICE = (
     + " -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /etc/ascend_install.info:/etc/ascend_install.info:ro"
     " --group-add GID-OF-THE-NODES; or by the Ascend Docker Runtime: -e ASCEND_VISIBLE_DEVICES=N"
 )
+_UNOPTIMIZED = (
+    "built without --enable-optimizations, so requests take about 20 % longer; use the distribution's interpreter, or"
+    " build it with this argument"
+)
 _DROP_IN_ADVICE = "review the drop-in weightd.service.d/ascend.conf and install it (docs/operations.md, Cards)"
 
 
@@ -79,7 +83,10 @@ def _check_interpreter(host: Host) -> Verdict:
     if version != VERSION:
         found += f" has weightd {version}, the daemon is {VERSION}"
         return failed(found, _install_hint(python))
-    return passed(f"{found}, weightd {version}")
+    found += f", weightd {version}"
+    if report.value("python", "optimized") is False:
+        found += f"; {_UNOPTIMIZED}"
+    return passed(found)
 
 
 def _check_process_exits(_: Host) -> Verdict:

@@ -83,6 +83,12 @@ VM = {"is_virtual_machine": True}
         ("interpreter", {"report": InterpreterReport()}, FAIL, ["the interpreter reported nothing"]),
         (
             "interpreter",
+            {"report": report(python={"version": "3.11.2", "optimized": False})},
+            PASS,
+            ["Python 3.11.2", "built without --enable-optimizations, so requests take about 20 % longer"],
+        ),
+        (
+            "interpreter",
             {"report": report(weightd="no such thing")},
             FAIL,
             ["no such thing", "-m pip install ./weightd"],
