@@ -105,12 +105,21 @@ def gc_disabled() -> Generator[None, None, None]:
     Afterwards `gc.freeze` excludes the imported objects from later collections, because they live as long as the
     process.
     """
+    with gc_paused():
+        yield
+        gc.freeze()
+
+
+@contextlib.contextmanager
+def gc_paused() -> Generator[None, None, None]:
+    """Pause the garbage collector in the block, for example while the block allocates many objects that stay."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def die_with_parent(parent: int) -> None:

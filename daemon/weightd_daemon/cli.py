@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from weightd_common import commandline, endpoints
+from weightd_common import commandline, endpoints, process_start
 from weightd_common.commandline import Parser
 from weightd_common.devices import CPU
 from weightd_common.service_manager import ServiceManager
@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
 def _serve(options: argparse.Namespace) -> int:
     manager = ServiceManager(os.environ, (SHIM, CONFIG))
     file = ConfigFile((options.config or default_path()).absolute(), manager)
-    config = file.load_initial()
+    with process_start.gc_paused():
+        config = file.load_initial()
     environment.remove_unlisted(os.environ, config.daemon.pass_environment)
     return app.run(Options(config, file, manager, zygote=options.zygote))
 

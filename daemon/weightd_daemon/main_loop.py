@@ -11,6 +11,7 @@ import logging
 import signal
 from typing import NamedTuple
 
+from weightd_common import process_start
 from weightd_common.service_manager import ServiceManager
 from weightd_daemon import exit_codes
 from weightd_daemon.api.router import RequestRouter
@@ -128,8 +129,9 @@ class Daemon:
             shim: provides the state that the previous daemon has handed over; None without a service manager.
         """
         try:
-            self._start(shim)
-            self._reconcile()
+            with process_start.gc_paused():
+                self._start(shim)
+                self._reconcile()
             self._loop.run()
         finally:
             self._loop.on_turn_end(None)

@@ -67,7 +67,7 @@ _REQUEST_KEYS = ("batching", "split", "default_priority", "idle_unload")
 LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "ranks", *ENGINES)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A table [models.NAME]."""
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from weightd_common.devices import card_of
+from weightd_common.devices import CPU, card_of
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.devices import DeviceConfig
@@ -44,7 +44,7 @@ def with_rank_defaults(
     """
     if config.ranks is None:
         return config
-    if config.devices != ModelConfig.devices:
+    if config.devices != (CPU,):
         text = "for a model with ranks, set devices in the table [models.NAME.ranks]"
         problems.add([FieldError(text).at(".devices")], "devices")
     problems.add((error.at(".ranks") for error in config.ranks.problems()), "ranks")

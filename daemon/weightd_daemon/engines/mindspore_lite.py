@@ -74,9 +74,8 @@ class MindSporeLiteOptions(EngineOptions):
 
     def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
         """Return the options with absolute paths."""
-        paths: dict[str, Any] = {key: getattr(self, key) for key in _FILE_KEYS}
-        paths = {key: str(base / path) if path else "" for key, path in paths.items()}
-        return dataclasses.replace(self, **paths)
+        paths: dict[str, Any] = {key: str(base / path) for key in _FILE_KEYS if (path := getattr(self, key))}
+        return dataclasses.replace(self, **paths) if paths else self
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
         """Yield an error for each option that conflicts with another option or would have no effect."""

@@ -13,16 +13,17 @@ import array
 import contextlib
 import ctypes
 import errno
-import gc
 import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
+
+from weightd_common.process_start import gc_paused
 
 _log = logging.getLogger("weightd")
 
@@ -61,7 +62,9 @@ class _Spawner:
         # thread's descriptor table.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with _gc_disabled():
+            # A garbage collection in the spawner thread would close the descriptor of an object with an open file only
+            # in the thread's own table.
+            with gc_paused():
                 threading.Thread(target=self._run, args=(ours, number), name="spawning", daemon=True).start()
                 failure = self._results.get()
         except RuntimeError as error:
@@ -81,7 +84,7 @@ class _Spawner:
 
     def spawn(self, order: _Order, descriptors: Sequence[int]) -> int:
         """Start a process; return its pid."""
-        with self._lock, _gc_disabled():
+        with self._lock, gc_paused():
             socket.send_fds(self._socket, [b"\0"], descriptors)
             self._orders.put(order)
             result = self._results.get()
@@ -186,19 +189,3 @@ def _unshare() -> None:
     if libc.unshare(_CLONE_FILES) and libc.syscall(_CLOSE_RANGE, nothing, nothing, _CLOSE_RANGE_UNSHARE):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-@contextlib.contextmanager
-def _gc_disabled() -> Generator[None, None, None]:
-    """Disable garbage collection within the block.
-
-    If the spawner thread collected an object with an open file, it would close the descriptor in its own table only,
-    and the file would stay open in the rest of the process.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

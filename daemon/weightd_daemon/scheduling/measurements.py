@@ -25,10 +25,13 @@ class LatencyWindow:
 
     def __init__(self) -> None:
         self.count = 0
-        self._samples: deque[float] = deque(maxlen=_MAX_SAMPLES)
+        # None before the first answer, because even an empty deque takes 760 bytes.
+        self._samples: deque[float] | None = None
 
     def add(self, seconds: float) -> None:
         """Add the latency of an answer."""
+        if self._samples is None:
+            self._samples = deque(maxlen=_MAX_SAMPLES)
         self.count += 1
         self._samples.append(seconds)
 
@@ -82,11 +85,13 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self.estimates = DurationEstimates()
-        # The seconds of each recent batch, divided by the number of its items.
-        self._recent_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
+        # The seconds of each recent batch, divided by the number of its items; None before the first answer.
+        self._recent_s: deque[float] | None = None
 
     def add(self, device: str, batch: Batch, seconds: float) -> None:
         """Add the measured duration of a batch."""
+        if self._recent_s is None:
+            self._recent_s = deque(maxlen=_MEAN_WINDOW)
         self._recent_s.append(seconds / batch.item_count)
         if batch.batch_key is not None:
             self.estimates.add(device, batch.batch_key.kind, batch.rows, seconds)

@@ -31,6 +31,8 @@ class FifoQueue:
         nbytes: the total tensor bytes of the requests.
     """
 
+    __slots__ = ("_index", "_requests", "count", "nbytes")
+
     def __init__(self) -> None:
         self.count = 0
         self.nbytes = 0

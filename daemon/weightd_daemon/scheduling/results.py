@@ -271,7 +271,7 @@ class Replies:
         self.latencies = LatencyWindow()
         self.failed_count = 0
         # Requests that have left the queue and the slots, and still await their error replies.
-        self._pending_failures: deque[tuple[Request, RequestError]] = deque()
+        self._pending_failures: deque[tuple[Request, RequestError]] | None = None
 
     def on_answered(self, request: Request, now: float) -> float:
         """Record that a request has been answered; return its latency in seconds."""
@@ -294,28 +294,38 @@ class Replies:
         request.may_still_write = bool(request.pending_writes)
         self.response_sink.reply_request_error(request, error)
 
-    def fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
+    def fail_all(self, requests: Sequence[tuple[Request, RequestError]]) -> None:
         """End requests that are neither queued nor running: some now, the others in later turns of the event loop."""
-        was_pending = bool(self._pending_failures)
-        self._pending_failures += requests
-        if not was_pending:
+        if not requests:
+            return
+        if self._pending_failures is None:
+            self._pending_failures = deque(requests)
             self.fail_some()
+        else:
+            self._pending_failures += requests
 
     def fail_some(self) -> None:
         """End the next of the requests that `fail_all` has left for later turns of the event loop."""
-        for _ in range(min(MAX_ENDED_PER_TURN, len(self._pending_failures))):
-            self.fail(*self._pending_failures.popleft())
+        if self._pending_failures is None:
+            return
+        for _ in range(MAX_ENDED_PER_TURN):
+            if self._pending_failures:
+                self.fail(*self._pending_failures.popleft())
         if self._pending_failures:
             self._schedule_by(AT_ONCE)
+        else:
+            self._pending_failures = None
 
     def fail_pending(self, should_fail: Callable[[Request], bool] = lambda _: True) -> None:
         """End at once the matching requests that `fail_all` has left for later turns of the event loop."""
-        pending, self._pending_failures = self._pending_failures, deque()
-        for request, error in pending:
-            if should_fail(request):
-                self.fail(request, error)
-            else:
-                self._pending_failures.append((request, error))
+        pending, self._pending_failures = self._pending_failures or (), None
+        failing: list[tuple[Request, RequestError]] = []
+        kept: deque[tuple[Request, RequestError]] = deque()
+        for each in pending:
+            (failing if should_fail(each[0]) else kept).append(each)
+        self._pending_failures = kept or None
+        for request, error in failing:
+            self.fail(request, error)
 
     @property
     def is_pending(self) -> bool:

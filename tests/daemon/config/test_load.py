@@ -406,7 +406,7 @@ def test_every_key_has_invalid_values_in_this_test() -> None:
     assert set(DAEMON_KEYS) == {each.name for each in dataclasses.fields(DaemonConfig)}
     assert set(MODEL_KEYS) == {each.name for each in tables.table_keys(ModelConfig)}
     for name, keys in INNER_KEYS.items():
-        assert set(keys) == {each.name for each in dataclasses.fields(getattr(ModelConfig, name))}
+        assert set(keys) == {each.name for each in dataclasses.fields(getattr(ModelConfig(), name))}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ digest are queued until the computation has ended.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -60,7 +59,7 @@ class ContentGuard:
         self._schedule_by = schedule_by
         self._client_log = client_log
         # Actions that wait for the digests of their requests.
-        self._pending_actions: deque[_PendingAction] = deque()
+        self._pending_actions: list[_PendingAction] = []
         self._fingerprint_task: FingerprintTask | None = None
 
     def check_request(self, request: Request, now: float) -> bool:
@@ -115,7 +114,7 @@ class ContentGuard:
 
     def fail_pending(self) -> None:
         """Drop all pending actions, and end the requests that would have ended after them."""
-        pending, self._pending_actions, self._fingerprint_task = self._pending_actions, deque(), None
+        pending, self._pending_actions, self._fingerprint_task = self._pending_actions, [], None
         for request, _, error in pending:
             if error is not None:
                 self._fail_request(request, error)
@@ -136,7 +135,7 @@ class ContentGuard:
             return
         self._fingerprint_task = None
         if self._pending_actions:
-            _, action, error = self._pending_actions.popleft()
+            _, action, error = self._pending_actions.pop(0)
             action(request, now)
             if error is not None:
                 self._fail_request(request, error)

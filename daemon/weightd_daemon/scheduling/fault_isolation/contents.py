@@ -138,6 +138,8 @@ class _ContentKey(NamedTuple):
 class _ContentTable(dict[_ContentKey, _ContentRecord]):
     """Contents by key, the oldest entry first. Each entry expires `QUARANTINE_S` seconds after its addition."""
 
+    __slots__ = ("_sample_digests",)
+
     def __init__(self) -> None:
         super().__init__()
         self._sample_digests: Mapping[int, frozenset[bytes]] = {}
