@@ -22,6 +22,11 @@ Input = TypeVar("Input")
 Output = TypeVar("Output")
 
 
+def warm_up(count: int) -> int:
+    """Return the number of requests before a round of `count`, until caches and cores have adapted to this side."""
+    return count // 10 + 1
+
+
 def seconds_of(
     ask: Callable[[Input], Output],
     inputs: Sequence[Input],
@@ -30,10 +35,10 @@ def seconds_of(
 ) -> list[float]:
     """Return the seconds of each of `count` requests, one after another, without the checks between them.
 
-    The round begins with a tenth more requests that do not count, until caches and cores have adapted to this side.
+    The round begins with `warm_up` more requests that do not count.
     """
     seconds: list[float] = []
-    more = count // 10 + 1
+    more = warm_up(count)
     for index in range(more + count):
         inputs_of_request = inputs[index % len(inputs)]
         begin = time.perf_counter()

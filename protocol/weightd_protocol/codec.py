@@ -170,7 +170,7 @@ class Decoder(Generic[M]):
             self._envelope_bytes -= sum(map(len, first))
 
 
-def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
+def encode(message: Any, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
     """Return the header frames of `message`: the envelope and, if it has tensors, their description.
 
     The caller appends the tensor frames.

@@ -85,7 +85,7 @@ class ClientResponses:
     def reply(self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), released_bytes: int = 0) -> None:
         """Release `released_bytes` of the client's reserved memory, and send a message to the client."""
         try:
-            header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
+            header = encode(message, _MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
         except LocalProtocolError as error:
             # Text from an engine or a long path may exceed the size of a header. Send an error instead of the message.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
@@ -146,7 +146,7 @@ class ClientResponses:
     def _end_request(self, request: Request) -> None:
         """Count a request that has ended in the quota of its tenant and at its connection."""
         request.tenant.quota.end_request(request.nbytes, has_started=request.has_started)
-        connection = self._connections.get(request.client)
+        connection = self._connections.by_key.get(request.client)
         if connection is not None:
             connection.pending_requests -= 1
 

@@ -320,7 +320,7 @@ class WorkerChannels:
                     worker_regions = self._worker_regions[name]
                     if len(regions) > 1 or regions[0].number != worker_regions.latest_number:
                         self._map_regions(channel, worker_regions, regions)
-                if not channel.send([*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]):
+                if not channel.send([*encode(order, limits.MAX_CHILD_HEADER_BYTES), *frames]):
                     self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
             except ConnectionError:
                 # The child has closed the channel, so the order is lost. `_read` still reads the messages that the

@@ -343,11 +343,10 @@ class Dispatcher:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _on_slot_free(self, now: float) -> None:
-        if self._queue.has_runnable():
-            if self._scheduler.slots.merging:
-                self._schedule_dispatch()
-            else:
-                self.dispatch(now)
+        if self._scheduler.slots.merging:
+            self._schedule_dispatch()
+        else:
+            self.dispatch(now)
 
     def _gather(self, request: Request, now: float) -> None:
         """Queue a request that may share a batch; batches are formed after the daemon has read all arrived messages."""

@@ -60,7 +60,7 @@ class BatchResults:
         isolator: determines the cause when a slot is lost.
         replies: ends requests.
         output_leases: tracks which processes may write to output memory of clients.
-        on_slot_free: called with the current time when a slot can take another batch.
+        on_slot_free: called with the current time when a slot can take another batch and a queued request may run.
         dispatch: called with the current time when there may also be other work than a batch for the slot, such as
             cancellations to send.
 
@@ -78,6 +78,7 @@ class BatchResults:
         dispatch: Callable[[float], None],
     ) -> None:
         self._scheduler = scheduler
+        self._queue = scheduler.queue
         self._slots = scheduler.slots
         self._running = scheduler.running
         self._isolator = isolator
@@ -106,7 +107,8 @@ class BatchResults:
         if execution is not None:
             self._running.record(execution)
         self._watchdog.on_message(process, now)
-        self._on_slot_free(now)
+        if self._queue.has_runnable():
+            self._on_slot_free(now)
         return ""
 
     def on_done(self, process: str, number: int, now: float) -> str:

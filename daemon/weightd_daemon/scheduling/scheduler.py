@@ -133,7 +133,7 @@ class Scheduler:
         if batch_key is not None and queue.splitting.count and policy.should_split(batch_key, request.origin.principal):
             return None
         self.deadlines.add(request)
-        return slot, self._assign(slot, request, batch_key, now)
+        return slot, self._assign(slot, request, batch_key, False, now)
 
     def submit(
         self, request: Request, now: float, *, needs_check: bool = False, can_evict: bool = True
@@ -203,7 +203,7 @@ class Scheduler:
                 request_queue.append(request)
                 continue
             is_long = self.tenancy.is_head_long(queue, request, now)
-            yield slot, self._assign(slot, request, batch_key, now, is_long=is_long)
+            yield slot, self._assign(slot, request, batch_key, is_long, now)
         if expired == MAX_ENDED_PER_TURN:
             self._schedule_by(AT_ONCE)
 
@@ -376,9 +376,7 @@ class Scheduler:
                     return queue, request, slot
         return None
 
-    def _assign(
-        self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False
-    ) -> Batch:
+    def _assign(self, slot: Slot, request: Request, batch_key: BatchKey | None, is_long: bool, now: float) -> Batch:
         """Form the batch of a request and assign it to a slot."""
         if batch_key is None:
             batch = Batch(request.number, {request.number: BatchItem(request.number, request)})

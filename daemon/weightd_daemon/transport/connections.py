@@ -70,6 +70,7 @@ class ClientConnections:
         log: logs the events of clients.
 
     Attributes:
+        by_key: the open connections by their keys; other objects must not change it.
         reader: reads the messages of clients.
         dropped_messages: the number of messages that were not sent because their client had disconnected or did not
             read.
@@ -100,7 +101,7 @@ class ClientConnections:
                 self._on_disconnected,
             ),
         )
-        self._by_key: dict[bytes, ClientConnection] = {}
+        self.by_key: dict[bytes, ClientConnection] = {}
         self._keys = itertools.count(1)
         self._limiter: ConnectionLimiter[ClientConnection] = ConnectionLimiter()
         self._is_full = False
@@ -108,11 +109,11 @@ class ClientConnections:
         self._corked: set[ClientConnection] | None = None
 
     def __iter__(self) -> Iterator[ClientConnection]:
-        return iter(self._by_key.values())
+        return iter(self.by_key.values())
 
     def get(self, key: bytes) -> ClientConnection | None:
         """Return the connection with this key; None if it was closed."""
-        return self._by_key.get(key)
+        return self.by_key.get(key)
 
     # --- connections ----------------------------------------------------------------------------------------------
 
@@ -129,7 +130,7 @@ class ClientConnections:
             max_messages=MAX_MESSAGES_PER_TURN,
         )
         stream = Stream(connection, incoming, accepts_descriptors=identity.is_direct)
-        client = self._by_key[key] = ClientConnection(
+        client = self.by_key[key] = ClientConnection(
             key, stream, identity, event_loop.now(), self._callbacks.limit_account_of(identity)
         )
         if identity.is_direct:
@@ -172,13 +173,13 @@ class ClientConnections:
         for each in self:
             self._loop.remove(each.stream.fileno())
             self._close_socket(each)
-        self._by_key.clear()
+        self.by_key.clear()
         self._unix_listener.close()
 
     def _admit_message(self, key: bytes, nbytes: int) -> bool:
         # This callback has the key of the connection as its argument. With the connection itself, a reference cycle
         # would delay the release of the connection's memory.
-        return self.reader.admit_message(self._by_key[key], nbytes)
+        return self.reader.admit_message(self.by_key[key], nbytes)
 
     def _disconnect_with_error(self, connection: ClientConnection, error: RequestError) -> None:
         """Report an error to a client, then close its connection."""
@@ -188,10 +189,10 @@ class ClientConnections:
     def _evict_excess(self) -> None:
         """Disconnect clients if there are too many, so that descriptors remain for processes, logs and page stores."""
         limit = max_client_descriptors()
-        if len(self._by_key) > limit and not self._is_full:
+        if len(self.by_key) > limit and not self._is_full:
             self._is_full = True
             text = "expected at most %d connections of clients (LimitNOFILE), got %d: disconnecting some"
-            self._log.log(_log, logging.ERROR, "", text, limit, len(self._by_key))
+            self._log.log(_log, logging.ERROR, "", text, limit, len(self.by_key))
         for each in self._limiter.evict_excess(limit, "LimitNOFILE"):
             self.disconnect(each.connection, each.reason)
 
@@ -199,12 +200,12 @@ class ClientConnections:
         # Do not handle any more messages of the connection, not even messages that were already read.
         connection.is_closing = True
         self.reader.forget(connection)
-        del self._by_key[connection.key]
+        del self.by_key[connection.key]
         self._loop.remove(connection.stream.fileno())
         self._close_socket(connection)
         self._memory_budget.release_all(connection.key)
         self._limiter.remove(connection)
-        count = len(self._by_key)
+        count = len(self.by_key)
         if self._is_full and count < REOPEN_FRACTION * max_client_descriptors():
             self._is_full = False
             self._log.log(_log, logging.WARNING, "", "%d clients are connected: accepting connections again", count)
@@ -223,7 +224,7 @@ class ClientConnections:
 
     def send(self, key: bytes, frames: Sequence[Any]) -> bool:
         """Send a message, or drop it; return False if it was dropped because the client does not read."""
-        connection = self._by_key.get(key)
+        connection = self.by_key.get(key)
         if connection is None or connection.is_closing:
             self.dropped_messages += 1
             return True
@@ -252,7 +253,7 @@ class ClientConnections:
     def _uncork(self) -> None:
         corked, self._corked = self._corked or (), None
         for connection in corked:
-            if connection.key not in self._by_key:
+            if connection.key not in self.by_key:
                 continue
             try:
                 if not connection.stream.uncork():
