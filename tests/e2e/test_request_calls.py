@@ -24,8 +24,8 @@ from .support import LIMIT_S, ONE_ENGINE
 
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
-MAX_PYTHON_CALLS = 80
-MAX_C_CALLS = 88
+MAX_PYTHON_CALLS = 77
+MAX_C_CALLS = 87
 
 FEW, MANY = 200, 1700
 ROW = {"x": np.ones((1, 64), np.float32)}
