@@ -1,17 +1,19 @@
 """Transport of the asyncio client. Many tasks share one connection for their calls.
 
 The event loop reads from the connection whenever data arrives. A task sends its message itself and then awaits a
-future. Each call has a future for its response. A task that waits for a change of the connection and not for a
-response, for example until the connection is established or closed, awaits a future in `_change_waiters`.
+`Wait`. Each call has one for its response. A task that waits for a change of the connection and not for a response, for
+example until the connection is established or closed, awaits a wait in `_change_waits`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import math
 import time
-from functools import partial
-from typing import Any, Callable, List, Optional, cast
+from collections import deque
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Optional, Tuple, cast
 
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.pending import PendingCall
@@ -32,6 +34,135 @@ class _PauseEnded(WeightdError):
     """Raised when the pause of `sleep_unless_closed` is over; that method catches it."""
 
 
+if TYPE_CHECKING:
+    _Future = asyncio.Future[bool]
+else:
+    _Future = asyncio.Future  # Python 3.7 cannot subscript it
+
+
+class Wait(_Future):
+    """The wait of one task for an event. The result is whether the event has happened before the deadline.
+
+    The task goes on in `_Waits.wake_tasks`, as soon as all received messages have been processed. With an ordinary
+    future it would go on in the next pass of the event loop, which costs more than encoding a request.
+
+    Args:
+        waits: the waits of the transport.
+    """
+
+    def __init__(self, waits: _Waits) -> None:
+        super().__init__(loop=waits.loop)
+        self._waits = waits
+        self._continue: Callable[[Any], object]
+        self._context: Optional[contextvars.Context] = None
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Optional[contextvars.Context] = None) -> None:
+        """Store the function that lets the task go on. Only one task can wait."""
+        self._continue, self._context = fn, context
+
+    def end(self, in_time: bool = True) -> None:
+        """End the wait, because the event has happened, or because the deadline has passed."""
+        if not self.done():
+            self.set_result(in_time)
+            self._waits.on_end(self)
+
+    def cancel(self, *args: Any, **kwargs: Any) -> bool:
+        """Cancel the wait, because its task is cancelled."""
+        if not super().cancel(*args, **kwargs):
+            return False
+        self._waits.on_end(self)
+        return True
+
+    def wake_task(self) -> None:
+        """Let the task go on."""
+        if self._context is None:
+            self._continue(self)
+        else:
+            self._context.run(self._continue, self)
+
+
+class _Waits:
+    """The waits of an `AsyncTransport` in one event loop, and the only timer for all of their deadlines.
+
+    A timer for each wait would cost more than encoding a request, and nearly all waits end before their deadline.
+
+    Args:
+        loop: the event loop.
+
+    Attributes:
+        loop: as above.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        # The waits that have not ended: when each began, and its deadline.
+        self._limits: Dict[Wait, Tuple[float, float]] = {}
+        self._timer: Optional[asyncio.TimerHandle] = None
+        self._timer_at = math.inf
+        # Waits that have ended, and whose tasks have not gone on.
+        self._ended: Deque[Wait] = deque()
+        self._is_waking = False
+
+    def new(self, deadline: float) -> Wait:
+        """Return a wait, which the caller must await at once."""
+        wait = Wait(self)
+        self._limits[wait] = time.monotonic(), deadline
+        if deadline < self._timer_at:
+            self._set_timer(deadline)
+        return wait
+
+    def on_end(self, wait: Wait) -> None:
+        """Let the task of a wait that has ended go on soon."""
+        del self._limits[wait]
+        self._ended.append(wait)
+        if not self._is_waking:
+            self.loop.call_soon(self.wake_tasks)
+
+    def wake_tasks(self, process: Callable[[], None] = lambda: None) -> None:
+        """Call `process`, then let the tasks go on whose waits have ended. Not for use within a task."""
+        self._is_waking = True
+        try:
+            process()
+        finally:
+            try:
+                while self._ended:
+                    self._ended.popleft().wake_task()
+            finally:
+                self._is_waking = False
+
+    def stop_timer(self) -> None:
+        """Stop the timer, which would keep the client in memory."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_at = None, math.inf
+
+    def _set_timer(self, deadline: float) -> None:
+        self.stop_timer()
+        self._timer_at = deadline
+        self._timer = self.loop.call_later(max(0.0, deadline - time.monotonic()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        # The event loop may call a timer up to the resolution of its clock too early.
+        now = time.monotonic() + _TIMER_RESOLUTION_S
+        for wait, (started_at, deadline) in list(self._limits.items()):
+            if deadline > now:
+                continue
+            extended = extended_deadline(started_at, deadline)
+            if extended is None:
+                wait.end(in_time=False)
+            else:
+                # The process was suspended past the deadline, and the loop has not yet read the data that arrived
+                # meanwhile. Allow more time for reading this data, once.
+                self._limits[wait] = math.inf, extended
+        if self._limits:
+            self._set_timer(min(deadline for _, deadline in self._limits.values()))
+
+
+# Seconds by which a deadline may pass too early.
+_TIMER_RESOLUTION_S = 1e-4
+
+
 class AsyncTransport:
     """Sends the requests of an `AsyncClient` and reads their responses.
 
@@ -42,15 +173,23 @@ class AsyncTransport:
     def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._core = session.core
-        self._loop: Optional[asyncio.AbstractEventLoop] = None
+        self._waits: Optional[_Waits] = None
         self._is_connecting = False
         self._is_writer_registered = False
         # Whether outgoing messages are held back until the event loop has run every task that is ready.
         self._is_corked = False
-        self._change_waiters: List[asyncio.Future[bool]] = []
+        self._change_waits: List[Wait] = []
 
     def running_loop(self) -> asyncio.AbstractEventLoop:
         """Return the running event loop, after checking that the client is not connected in another event loop.
+
+        Raises:
+            WrongLoop: no asyncio event loop is running, or the client is connected in another event loop.
+        """
+        return self._running_waits().loop
+
+    def _running_waits(self) -> _Waits:
+        """Return the waits of the running event loop, after the same check.
 
         Raises:
             WrongLoop: no asyncio event loop is running, or the client is connected in another event loop.
@@ -59,19 +198,21 @@ class AsyncTransport:
             running = asyncio.get_running_loop()
         except RuntimeError:
             raise WrongLoop("AsyncClient requires a running asyncio event loop; without one, use Client") from None
-        if self._loop is not running:
-            if self._loop is not None and not self._session.connection.closed:
+        waits = self._waits
+        if waits is None or waits.loop is not running:
+            if waits is not None and not self._session.connection.closed:
                 raise WrongLoop("this client is connected in another event loop; create one client for each event loop")
-            self._loop = running
-        return running
+            waits = self._waits = _Waits(running)
+        return waits
 
     def close(self) -> None:
         """End all calls with `ClientClosed`, and close the connection."""
-        self.running_loop()
+        waits = self._running_waits()
         self._session.mark_closed()
         self._unregister_descriptors()
         self._session.connection.close()
         self._notify_waiters()
+        waits.stop_timer()
 
     async def sleep_unless_closed(self, seconds: float) -> None:
         """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client is or becomes unusable."""
@@ -88,9 +229,10 @@ class AsyncTransport:
             if frames:
                 await self._send(frames, deadline, call)
             if not call.done:
-                finished = self.running_loop().create_future()
-                call.add_done_callback(partial(_resolve_future, finished, in_time=True))
-                await self._wait_for(finished, answer_deadline, self._session.answer_timeout_error)
+                answered = self._running_waits().new(answer_deadline)
+                call.add_done_callback(answered.end)
+                if not await answered:
+                    raise self._session.answer_timeout_error()
         except asyncio.CancelledError:
             self._cancel_call(call)
             raise
@@ -156,7 +298,7 @@ class AsyncTransport:
             self._notify_waiters()
         self._session.on_connected(connection)
         for descriptor in connection.descriptors:
-            self.running_loop().add_reader(descriptor, self._read)
+            self.running_loop().add_reader(descriptor, self._on_readable)
 
     async def _new_connection(self, deadline: float) -> DaemonConnection:
         steps = self._session.connect_steps()
@@ -191,6 +333,9 @@ class AsyncTransport:
         if not connection.is_idle():
             self._read()
         self._update_writer()
+
+    def _on_readable(self) -> None:
+        self._running_waits().wake_tasks(self._read)
 
     def _read(self) -> None:
         """Process the received messages. If the connection is lost, fail all calls."""
@@ -244,43 +389,16 @@ class AsyncTransport:
                 loop.remove_writer(connection.descriptors[0])
 
     async def _wait_for_change(self, deadline: float, timeout_error: Callable[[], WeightdError]) -> None:
-        changed = self.running_loop().create_future()
-        self._change_waiters.append(changed)
+        changed = self._running_waits().new(deadline)
+        self._change_waits.append(changed)
         try:
-            await self._wait_for(changed, deadline, timeout_error)
-        finally:
-            if changed in self._change_waiters:
-                self._change_waiters.remove(changed)
-
-    async def _wait_for(
-        self, future: asyncio.Future[bool], deadline: float, timeout_error: Callable[[], WeightdError]
-    ) -> None:
-        loop, started_at = self.running_loop(), time.monotonic()
-        timer: asyncio.TimerHandle
-
-        def on_deadline() -> None:
-            nonlocal timer
-            extended = extended_deadline(started_at, deadline)
-            if extended is None:
-                _resolve_future(future, in_time=False)
-            else:
-                # The process was suspended past the deadline, and the loop has not yet read the data that arrived
-                # meanwhile. Allow more time for reading this data.
-                timer = loop.call_later(extended - time.monotonic(), partial(_resolve_future, future, in_time=False))
-
-        timer = loop.call_later(max(0.0, deadline - started_at), on_deadline)
-        try:
-            if not await future:
+            if not await changed:
                 raise timeout_error()
         finally:
-            timer.cancel()
+            if changed in self._change_waits:
+                self._change_waits.remove(changed)
 
     def _notify_waiters(self) -> None:
-        waiting, self._change_waiters = self._change_waiters, []
+        waiting, self._change_waits = self._change_waits, []
         for each in waiting:
-            _resolve_future(each, in_time=True)
-
-
-def _resolve_future(future: asyncio.Future[bool], *, in_time: bool) -> None:
-    if not future.done():
-        future.set_result(in_time)
+            each.end()

@@ -282,13 +282,11 @@ class FairRunner:
 
     def run(self, key: str, work: Work) -> None:
         """Run work of a peer now or, if this pass of the event loop has no time left, at the peer's turn."""
-        if self._waiting or self._time_left_s <= 0.0:
-            self._waiting.put(key, work)
-        else:
+        if self._time_left_s > 0.0 and not self._waiting:
             self._run_timed(work)
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._call_soon(self._on_pass)
+        else:
+            self._waiting.put(key, work)
+        self._schedule()
 
     def _on_pass(self) -> None:
         self._is_scheduled = False
@@ -297,9 +295,13 @@ class FairRunner:
             while self._waiting and self._time_left_s > 0.0:
                 self._run_timed(self._waiting.take())
         finally:
-            if self._waiting and not self._is_scheduled:
-                self._is_scheduled = True
-                self._call_soon(self._on_pass)
+            self._schedule()
+
+    def _schedule(self) -> None:
+        """Schedule the next pass if it has something to do: a pass costs as much as parsing a request."""
+        if not self._is_scheduled and (self._time_left_s <= 0.0 or self._waiting):
+            self._is_scheduled = True
+            self._call_soon(self._on_pass)
 
     def _run_timed(self, work: Work) -> None:
         started_at = self._clock()

@@ -115,6 +115,24 @@ def test_silent_daemon_ends_in_deadline(daemon: FakeDaemon) -> None:
     run(test())
 
 
+def test_each_request_has_its_own_deadline(daemon: FakeDaemon) -> None:
+    async def test() -> None:
+        ended: List[float] = []
+
+        async def infer(seconds: float) -> None:
+            with pytest.raises(DeadlineExceeded):
+                await client.infer("m", {"x": X}, timeout=seconds)
+            ended.append(seconds)
+
+        daemon.handle = silent
+        async with AsyncClient(daemon.address) as client:
+            await asyncio.gather(*map(infer, (0.6, 0.1, 0.3)))
+            await infer(0.2)
+        assert ended == [0.1, 0.3, 0.6, 0.2]
+
+    run(test())
+
+
 @pytest.mark.parametrize("gives_up", [True, False])
 def test_cancellation_cancels_request(daemon: FakeDaemon, *, gives_up: bool) -> None:
     async def test() -> None:
