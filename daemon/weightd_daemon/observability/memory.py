@@ -1,24 +1,27 @@
 """Measurement of the memory of the daemon's and the models' processes, for metrics and for the status.
 
-The kernel takes milliseconds to count the pages of one process, and longer if it is short of memory. The event loop
-must not wait for this. So metrics report the previous measurement, which a thread has made, at most once a minute. The
-thread only reads files below /proc and page stores. It holds no locks, because a child forked meanwhile would inherit
-them locked. It starts no children, because the kernel kills a child when the thread that started it ends.
+The kernel takes milliseconds to count the pages of a process or a page store, and longer if these are large. The event
+loop must not wait for this, so threads measure. Metrics report the previous measurement, at most once a minute; a
+status waits for a measurement. A thread only reads files below /proc and page stores. It holds no locks, because a
+child forked meanwhile would inherit them locked. It starts no children, because the kernel kills a child when the
+thread that started it ends.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, Protocol
 
 from weightd_common.devices import is_cpu
 from weightd_daemon.generations.actions import Role
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.models.model import ServedModel
+from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.memory import ProcessMemory, read_process_memory, resident_bytes
 from weightd_daemon.platform.resource_limits import with_limit_hint
 
@@ -240,71 +243,147 @@ class MemoryMeter:
             self._is_measuring = False
 
 
-T = TypeVar("T")
-
-# Seconds for which a measured value stays in the cache.
+# Minimum seconds for which the measured memory of a process is kept.
 MAX_AGE_S = 1.0
 
+# Maximum share of a core that measuring takes, however often clients ask.
+CPU_SHARE = 0.1
 
-class TtlCache:
-    """Cache of measured values that expire after `MAX_AGE_S`.
+
+Measurable = int | Path
+"""The pid of a process, or the path of a page store."""
+
+Memory = ProcessMemory | int | None
+"""The memory of a process, or how many bytes of a page store are in memory; None if unknown."""
+
+
+class _Measurement(NamedTuple):
+    """A measured value, and when it expires, in seconds of the reader's clock."""
+
+    value: Memory
+    expires_at: float
+
+
+class MemoryReader:
+    """Measures the memory of processes and page stores in the background, and keeps it for some time.
+
+    A measurement that took s seconds is kept for `MAX_AGE_S`, or for s / `CPU_SHARE` seconds if that is longer.
 
     Args:
+        loop: calls `on_measured` after the background thread has ended.
+        on_measured: called after each measurement; `find` may have an answer then.
+        start: see `MemorySampler`.
         clock: returns monotonic seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        on_measured: Callable[[], object],
+        start: Callable[[Callable[[], None]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_measured = on_measured
+        self._start = start or _start_thread
         self._clock = clock
-        self._values: dict[Hashable, tuple[float, object]] = {}
+        self._kept: dict[Measurable, _Measurement] = {}
+        self._is_measuring = False
+        # No lock is needed, because the measuring thread sets the whole result with one assignment before it wakes the
+        # loop.
+        self._result: Mapping[Measurable, _Measurement] = {}
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add(self._wakeup, self._on_wakeup)
 
-    def get(self, key: Hashable, measure: Callable[[], T]) -> T:
-        """Return the value for `key`, measured now or at most `MAX_AGE_S` ago."""
-        if not self.has(key):
-            now = self._clock()
-            self._values = {each: value for each, value in self._values.items() if now < value[0] + MAX_AGE_S}
-            self._values[key] = self._clock(), measure()
-        return cast(T, self._values[key][1])
+    def find(self, wanted: Sequence[Measurable]) -> Mapping[Measurable, Memory] | None:
+        """Return the memory of each wanted process and page store; None until all are measured, and have them measured.
 
-    def has(self, key: Hashable) -> bool:
-        """Return whether the cache has a value for `key` that has not expired."""
-        return key in self._values and self._clock() < self._values[key][0] + MAX_AGE_S
+        `on_measured` is called later if the result is None.
+        """
+        now = self._clock()
+        self._kept = {key: each for key, each in self._kept.items() if now < each.expires_at}
+        missing = [key for key in wanted if key not in self._kept]
+        if not missing:
+            return {key: self._kept[key].value for key in wanted}
+        if not self._is_measuring:
+            self._is_measuring = True
+            try:
+                self._start(lambda: self._measure(missing))
+            except RuntimeError as error:
+                _log.warning("cannot measure process memory: %s", with_limit_hint(str(error)))
+                self._set_result(dict.fromkeys(missing), now)
+        return None
+
+    def _measure(self, wanted: Sequence[Measurable]) -> None:
+        begin = self._clock()
+        found: dict[Measurable, Memory] = dict.fromkeys(wanted)
+        try:
+            for each in wanted:
+                found[each] = resident_bytes(each) if isinstance(each, Path) else read_process_memory(each)
+        finally:
+            self._set_result(found, begin)
+
+    def _set_result(self, found: Mapping[Measurable, Memory], begin: float) -> None:
+        now = self._clock()
+        expires_at = now + max(MAX_AGE_S, (now - begin) / CPU_SHARE)
+        self._result = {key: _Measurement(each, expires_at) for key, each in found.items()}
+        os.eventfd_write(self._wakeup, 1)
+
+    def _on_wakeup(self) -> None:
+        os.eventfd_read(self._wakeup)
+        self._is_measuring = False
+        self._kept.update(self._result)
+        self._on_measured()
 
 
 class MemoryScan:
-    """Measurement of the memory of processes for one status request. Each step measures one process.
+    """The memory of processes and page stores for one status request.
 
     Args:
         request_id: the id of the status request.
-        pids: the pids of the processes to measure.
-        cache: the cache of recently measured values.
+        wanted: the processes and page stores.
+        find: see `MemoryReader.find`.
     """
 
-    def __init__(self, request_id: str, pids: Iterable[int], cache: TtlCache) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        wanted: Sequence[Measurable],
+        find: Callable[[Sequence[Measurable]], Mapping[Measurable, Memory] | None],
+    ) -> None:
         self.request_id = request_id
-        self.memory_by_pid: dict[int, ProcessMemory | None] = {}
-        self.cache = cache
-        self._remaining_pids = list(pids)
+        self._found: Mapping[Measurable, Memory] | None = None
+        self._wanted = wanted
+        self._find = find
 
-    def step(self) -> bool:
-        """Measure the next process; return whether all are measured. Processes with a cached result take no step."""
-        is_known = True
-        while self._remaining_pids and is_known:
-            pid = self._remaining_pids.pop()
-            is_known = self.cache.has(pid)
-            self.memory_by_pid[pid] = self.cache.get(pid, lambda: read_process_memory(pid))  # noqa: B023 - it is called at once
-        return not self._remaining_pids
+    def is_complete(self) -> bool:
+        """Return whether everything is measured; if not, have it measured."""
+        if self._found is None:
+            self._found = self._find(self._wanted)
+        return self._found is not None
+
+    def resident_bytes(self, store: Path) -> int | None:
+        """Return how many bytes of a page store are in memory; None if unknown."""
+        found = self._value_of(store)
+        return found if isinstance(found, int) else None
 
     def pss_bytes(self, pid: int) -> int | None:
         """Return the proportional set size of a process in bytes; None if unknown."""
-        process_memory = self.memory_by_pid.get(pid)
+        process_memory = self._memory_of(pid)
         return None if process_memory is None else process_memory.pss_bytes
 
     def private_bytes(self, pid: int) -> int | None:
         """Return how many bytes of memory a process shares with no other process; None if unknown."""
-        process_memory = self.memory_by_pid.get(pid)
+        process_memory = self._memory_of(pid)
         return None if process_memory is None else process_memory.private_bytes
 
     def anonymous_bytes(self, pid: int) -> int | None:
         """Return how many bytes of a process's memory are not part of a file; None if unknown."""
-        process_memory = self.memory_by_pid.get(pid)
+        process_memory = self._memory_of(pid)
         return None if process_memory is None else process_memory.anonymous_bytes
+
+    def _memory_of(self, pid: int) -> ProcessMemory | None:
+        found = self._value_of(pid)
+        return found if isinstance(found, ProcessMemory) else None
+
+    def _value_of(self, key: Measurable) -> Memory:
+        return None if self._found is None else self._found.get(key)

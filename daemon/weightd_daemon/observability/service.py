@@ -1,7 +1,7 @@
 """Service that answers requests for status, metrics, events and logs with a limited share of the loop's time.
 
-Each response is made in steps, so that the event loop can do other work in between. In each turn of the loop, `Reports`
-runs one step of one request. It limits the time that the requests of one user take.
+In each turn of the loop, `Reports` answers one request, so that the loop can do other work in between. It limits the
+time that the requests of one user take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.log_tail import LogTailReader
-from weightd_daemon.observability.memory import MemoryScan, TtlCache
+from weightd_daemon.observability.memory import MemoryReader, MemoryScan
 from weightd_daemon.observability.snapshot import SnapshotBuilder
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
@@ -57,11 +57,11 @@ class StatusService:
     Args:
         snapshots: builds responses from the daemon's state.
         event_log: keeps the recent events.
-        loop: the event loop that runs the steps.
+        loop: the event loop that answers the requests.
         responses: returns the sender of replies. It is a function, because the sender is created after this service.
 
     Attributes:
-        timer: runs the next step when the requesting user has time left again; the caller adds it to the loop.
+        timer: answers the next request when the requesting user has time left again; the caller adds it to the loop.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StatusService:
             loop, lambda requester, error: responses().reply_error(requester.client, requester.request_id, error)
         )
         self.timer = self._reports.timer
-        self._memory_cache = TtlCache()
+        self._memory_reader = MemoryReader(loop, self._reports.wake)
         self._log_readers: list[LogTailReader] = []
 
     def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
@@ -87,15 +87,8 @@ class StatusService:
         if not viewer.can_see_all:
             self._answer(requester, lambda: self._snapshots.tenant_status(requester.request_id, viewer.tenant))
             return
-        scan = MemoryScan(requester.request_id, self._snapshots.pids(), self._memory_cache)
-
-        def step() -> bool:
-            is_done = scan.step()
-            if is_done:
-                self._responses().reply(requester.client, self._snapshots.status(scan))
-            return is_done
-
-        self._reports.add(requester, step)
+        scan = MemoryScan(requester.request_id, self._snapshots.measured(), self._memory_reader.find)
+        self._answer(requester, lambda: self._snapshots.status(scan), scan.is_complete)
 
     def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """Answer a metrics request; raise the same errors as `report_status`."""
@@ -116,12 +109,13 @@ class StatusService:
         self._log_readers.append(LogTailReader(client, request, self._snapshots.log_files(request.model_name)))
         self._loop.call_soon(self._read_next_log)
 
-    def _answer(self, requester: MetadataRequest, make: Callable[[], DaemonMessage]) -> None:
-        def step() -> bool:
-            self._responses().reply(requester.client, make())
-            return True
-
-        self._reports.add(requester, step)
+    def _answer(
+        self,
+        requester: MetadataRequest,
+        make: Callable[[], DaemonMessage],
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._reports.add(requester, lambda: self._responses().reply(requester.client, make()), is_ready)
 
     def _read_next_log(self) -> None:
         """Read one log file for the first pending logs request."""
@@ -133,17 +127,21 @@ class StatusService:
 
 
 class _PendingReport(NamedTuple):
-    """A pending request. `step` does a part of the work, and returns whether the response was sent."""
+    """A pending request. `answer` sends the response.
+
+    `is_ready` returns whether `answer` may be called; if not, `Reports.wake` is called later.
+    """
 
     requester: MetadataRequest
-    step: Callable[[], bool]
+    answer: Callable[[], object]
+    is_ready: Callable[[], bool]
 
 
 class Reports:
-    """Queue of pending requests. It runs their steps, and divides the loop's time among users.
+    """Queue of pending requests. It answers them one by one, and divides the loop's time among users.
 
     Args:
-        loop: the event loop that runs the steps.
+        loop: the event loop that calls `step`.
         reject: called with a request that is dropped because the queue is full, and the error for its client.
         get_time: returns monotonic seconds.
     """
@@ -159,12 +157,14 @@ class Reports:
         self._get_time = get_time
         self._pending: list[_PendingReport] = []
         self._counts_by_user = Counter[str]()
-        # A step that takes s seconds uses up its user's share of the next s / `LOOP_SHARE` seconds. This is, by user,
-        # the time until which the share is used up.
+        # An answer that takes s seconds uses up its user's share of the next s / `LOOP_SHARE` seconds. By user: until
+        # when the share is used up.
         self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
-    def add(self, requester: MetadataRequest, step: Callable[[], bool]) -> None:
+    def add(
+        self, requester: MetadataRequest, answer: Callable[[], object], is_ready: Callable[[], bool] = lambda: True
+    ) -> None:
         """Add a request. If more than `MAX_PENDING` are pending, reject one of the user with the most requests.
 
         Raises:
@@ -173,34 +173,39 @@ class Reports:
         if self._counts_by_user[requester.user] == MAX_PER_USER:
             text = f"{MAX_PER_USER} status, metrics and events requests of this user are waiting already"
             raise ResourceExhausted(text, retry_after=self._retry_after_s(requester))
-        self._pending.append(_PendingReport(requester, step))
+        self._pending.append(_PendingReport(requester, answer, is_ready))
         self._counts_by_user[requester.user] += 1
-        self._loop.call_soon(self.step)
+        self.wake()
         if len(self._pending) > MAX_PENDING:
             last = self._next_to_evict()
             self._remove(last)
             text = f"{MAX_PENDING} status, metrics and events requests are waiting already, most of them of this user"
             self._reject(last.requester, ResourceExhausted(text, retry_after=self._retry_after_s(last.requester)))
 
+    def wake(self) -> None:
+        """Continue, because a request may be ready now."""
+        self._loop.call_soon(self.step)
+
     def step(self) -> None:
-        """Run a step for the user who has used the least loop time; if the user's share is used up, set `timer`."""
-        if not self._pending:
+        """Answer the user who has used the least loop time; if the user's share is used up, set `timer`."""
+        ready = [each for each in self._pending if each.is_ready()]
+        if not ready:
             return
         started_at = self._get_time()
         self._paid_until = {user: at for user, at in self._paid_until.items() if at > started_at}
-        pending = min(self._pending, key=lambda each: self._paid_until.get(each.requester.user, 0.0))
+        pending = min(ready, key=lambda each: self._paid_until.get(each.requester.user, 0.0))
         user = pending.requester.user
         due_at = self._paid_until.get(user, 0.0) - BURST_S / LOOP_SHARE
         if due_at > started_at:
             self.timer.set(due_at)
             return
-        if pending.step():
-            self._remove(pending)
+        pending.answer()
+        self._remove(pending)
         self._paid_until[user] = (
             max(started_at, self._paid_until.get(user, 0.0)) + (self._get_time() - started_at) / LOOP_SHARE
         )
         if self._pending:
-            self._loop.call_soon(self.step)
+            self.wake()
 
     def _remove(self, pending: _PendingReport) -> None:
         self._pending.remove(pending)

@@ -6,7 +6,6 @@ date. A status also has values that the kernel must measure first.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.models.residency.reservations import HOST
 from weightd_daemon.observability.load_progress import LoadMonitor, copied_text
 from weightd_daemon.observability.memory import (
+    Measurable,
     MemoryFootprint,
     MemoryReport,
     MemorySampler,
@@ -44,7 +44,6 @@ from weightd_daemon.observability.model_metrics import (
     tenant_model_status,
 )
 from weightd_daemon.platform import cgroup, event_loop
-from weightd_daemon.platform.memory import resident_bytes
 from weightd_daemon.platform.processes import ChildProcess
 from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.processes.fork_servers import ForkServer
@@ -148,9 +147,11 @@ class SnapshotBuilder:
         self._sampler = sampler or MemorySampler()
         self._started_at = time.monotonic()
 
-    def pids(self) -> list[int]:
-        """Return the pids of the processes whose memory is part of the complete status."""
-        return [*self._daemon_pids(), *(process.pid for process in self._sources.supervisor.processes.values())]
+    def measured(self) -> list[Measurable]:
+        """Return the processes and page stores whose memory is part of the complete status."""
+        supervisor = self._sources.supervisor
+        pids = [*self._daemon_pids(), *(process.pid for process in supervisor.processes.values())]
+        return [*pids, *(each.store for each in supervisor.storage.files.values())]
 
     def log_files(self, model: str) -> dict[int, GenerationFiles]:
         """Return the files of each generation of a model, by generation number."""
@@ -180,7 +181,7 @@ class SnapshotBuilder:
             models=tuple(_model_status(model, memory_scan, sources) for model in models),
             devices=tuple(_device_status(device) for device in sources.devices.values() if not is_cpu(device.name)),
             dropped_responses=sources.books.daemon_counters.dropped_by_this_daemon,
-            memory=memory_scan.cache.get("group", cgroup.memory),
+            memory=cgroup.memory(),
             note=clip(sources.config_note()),
             buffered_bytes=sources.memory_budget.used_bytes,
             max_memory_bytes=sources.memory_budget.max_bytes,
@@ -363,9 +364,7 @@ def _generation_status(
     progress = sources.load_monitor.progress(generation.label, event_loop.now())
     children = [child for child in generation.processes.alive() if child.name in processes]
     subject = memory_subject(generation, processes, files)
-    copy_bytes = subject.copy_bytes(
-        lambda store: memory_scan.cache.get(store, functools.partial(resident_bytes, store))
-    )
+    copy_bytes = subject.copy_bytes(memory_scan.resident_bytes)
     return GenerationStatus(
         number=generation.number,
         device=generation.device,

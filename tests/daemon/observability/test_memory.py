@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,18 @@ import pytest
 
 from weightd_daemon.observability import memory
 from weightd_daemon.observability.memory import (
+    CPU_SHARE,
     INTERVAL_S,
     MAX_AGE_S,
     MemoryFootprint,
+    MemoryReader,
     MemorySampler,
     MemoryScan,
     MemorySubject,
-    TtlCache,
     measure_footprint,
     memory_subjects,
 )
+from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.memory import ProcessMemory
 
 from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
@@ -158,52 +161,104 @@ def test_memory_subjects_of_models() -> None:
     }
 
 
-class CountingKernel:
-    """Fake kernel that counts its queries."""
+class ReaderHarness:
+    """Memory reader with a fake kernel and clock; the test runs the measurements, which take `cost_s` for each process.
 
-    def __init__(self) -> None:
+    Attributes:
+        queries: the measured processes.
+        ended: how many measurements have ended.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
+        self.cost_s = 0.0
         self.queries: list[int] = []
+        self.ended = 0
+        self.started: list[Callable[[], None]] = []
+        self.loop = EventLoop()
+        self.reader = MemoryReader(self.loop, self.on_measured, self.started.append, lambda: self.now)
+        monkeypatch.setattr(memory, "read_process_memory", self.read_process_memory)
 
     def read_process_memory(self, pid: int) -> ProcessMemory | None:
         self.queries.append(pid)
-        return None if pid == 7 else ProcessMemory(1000 * pid + len(self.queries), pid, 0)
+        self.now += self.cost_s
+        return None if pid == 7 else ProcessMemory(1000 * pid, pid, 0)
+
+    def on_measured(self) -> None:
+        self.ended += 1
+
+    def run(self) -> None:
+        """Run the measurement that was started, as a thread would, and let the loop notice its end."""
+        self.started.pop()()
+        self.loop.run_once(0.0)
 
 
 @pytest.fixture
-def counting_kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
-    created = CountingKernel()
-    monkeypatch.setattr(memory, "read_process_memory", created.read_process_memory)
-    return created
+def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[ReaderHarness]:
+    created = ReaderHarness(monkeypatch)
+    yield created
+    created.loop.close()
 
 
-def steps(one: MemoryScan) -> int:
-    """Run the scan to its end; return the number of steps."""
-    count = 1
-    while not one.step():
-        count += 1
-    return count
+def test_processes_are_measured_in_background(harness: ReaderHarness) -> None:
+    assert harness.reader.find([1, 2, 7]) is None
+    # The caller has not waited for the kernel, and one measurement at a time is enough.
+    assert harness.reader.find([1, 2, 7]) is None
+    assert (harness.queries, len(harness.started)) == ([], 1)
+    harness.run()
+    assert harness.ended == 1
+    assert harness.reader.find([1, 2, 7]) == {1: (1000, 1, 0), 2: (2000, 2, 0), 7: None}
 
 
-def test_process_is_measured_once_within_cache_lifetime(counting_kernel: CountingKernel) -> None:
-    measured = TtlCache(lambda: counting_kernel.now)
-    scans = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
-    # The first scan takes one step for each process, so that the event loop can do other work in between.
-    assert [steps(each) for each in scans] == [3] + [1] * 15
-    assert counting_kernel.queries == [7, 2, 1]
-    assert [each.memory_by_pid for each in scans] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
-    # Only the process that is new is measured.
-    counting_kernel.now = MAX_AGE_S / 2
-    late = MemoryScan("", [1, 3, 2], measured)
-    assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
-    counting_kernel.now = MAX_AGE_S
-    assert steps(MemoryScan("", [1, 2], measured)) == 2
-    assert counting_kernel.queries == [7, 2, 1, 3, 2, 1]
+def test_process_is_measured_once_while_its_memory_is_kept(harness: ReaderHarness) -> None:
+    harness.reader.find([1, 2])
+    harness.run()
+    harness.now = MAX_AGE_S / 2
+    assert harness.reader.find([2, 3]) is None
+    harness.run()
+    assert harness.reader.find([1, 2, 3]) is not None
+    assert harness.queries == [1, 2, 3]
+    harness.now = MAX_AGE_S
+    assert harness.reader.find([1, 3]) is None
+    harness.run()
+    assert harness.queries == [1, 2, 3, 1]
 
 
-def test_expired_values_are_removed(counting_kernel: CountingKernel) -> None:
-    measured = TtlCache(lambda: counting_kernel.now)
+def test_measuring_takes_limited_share_of_a_core(harness: ReaderHarness) -> None:
+    harness.cost_s = 0.5
+    for _ in range(1000):
+        if harness.reader.find([1, 2]) is None:
+            harness.run()
+        harness.now += 0.1
+    spent_s = harness.cost_s * len(harness.queries)
+    assert 0.5 * CPU_SHARE <= spent_s / harness.now <= 1.1 * CPU_SHARE
+
+
+def test_page_stores_are_measured(harness: ReaderHarness, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.write_bytes(bytes(mmap.PAGESIZE))
+    scan = MemoryScan("", [1, store], harness.reader.find)
+    assert not scan.is_complete()
+    harness.run()
+    assert scan.is_complete()
+    assert (scan.pss_bytes(1), scan.resident_bytes(store)) == (1000, mmap.PAGESIZE)
+    # A process that was started meanwhile is unknown.
+    assert (scan.pss_bytes(2), scan.resident_bytes(tmp_path)) == (None, None)
+
+
+def test_memory_is_unknown_without_a_thread(harness: ReaderHarness) -> None:
+    def fail(target: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader = MemoryReader(harness.loop, harness.on_measured, fail, lambda: harness.now)
+    assert reader.find([1]) is None
+    harness.loop.run_once(0.0)
+    assert (harness.ended, reader.find([1])) == (1, {1: None})
+
+
+def test_expired_values_are_removed(harness: ReaderHarness) -> None:
     for pid in range(1000):
-        counting_kernel.now += MAX_AGE_S / 4
-        steps(MemoryScan("", [pid], measured))
-    assert len(vars(measured)["_values"]) <= 4
+        harness.now += MAX_AGE_S / 4
+        harness.reader.find([pid])
+        harness.run()
+    assert len(vars(harness.reader)["_kept"]) <= 5

@@ -1,9 +1,10 @@
-"""Tests of expensive status requests: one step per loop turn, and a fair share for each user."""
+"""Tests of expensive status requests: one answer per loop turn, and a fair share for each user."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,19 +48,15 @@ class ReportsHarness:
         assert error.retry_after is not None
         assert error.retry_after > 0
 
-    def ask(self, client: str, steps: int = 1) -> str:
+    def ask(self, client: str, is_ready: Callable[[], bool] = lambda: True) -> str:
         """Add a request of a client; the user is its first letter."""
-        left = [None] * steps
         asker = MetadataRequest(client.encode(), str(next(self._numbers)), client[0])
 
-        def step() -> bool:
+        def answer() -> None:
             self.now += COST_S
-            left.pop()
-            if not left:
-                self.answered.append((self.now, client, asker.request_id))
-            return not left
+            self.answered.append((self.now, client, asker.request_id))
 
-        self.reports.add(asker, step)
+        self.reports.add(asker, answer, is_ready)
         return asker.request_id
 
     def run(self, until: float) -> None:
@@ -77,27 +74,38 @@ def harness() -> ReportsHarness:
     return ReportsHarness()
 
 
-def test_one_step_per_loop_turn(harness: ReportsHarness) -> None:
-    harness.ask("a1", steps=3)
-    harness.ask("b1")
+def test_one_answer_per_loop_turn(harness: ReportsHarness) -> None:
+    for client in ("a1", "a1", "a1", "b1"):
+        harness.ask(client)
     harness.loop.run_once(0.0)
     assert harness.now == COST_S
     harness.loop.run_once(0.0)
     # The user that has used less time is first.
-    assert [client for _, client, _ in harness.answered] == ["b1"]
+    assert [client for _, client, _ in harness.answered] == ["a1", "b1"]
     for _ in range(5):
         harness.loop.run_once(0.0)
     assert harness.now == pytest.approx(4 * COST_S)
 
 
-def test_user_over_share_continues_when_timer_fires(harness: ReportsHarness) -> None:
-    burst = round(BURST_S / COST_S)
-    harness.ask("a1", steps=burst + 5)
-    for _ in range(burst + 5):
+def test_request_that_is_not_ready_delays_no_other(harness: ReportsHarness) -> None:
+    ready: list[str] = []
+    harness.ask("a1", lambda: bool(ready))
+    harness.ask("a2")
+    for _ in range(3):
         harness.loop.run_once(0.0)
-    used = harness.now
-    due_at = harness.reports.timer.due_at
-    assert used < due_at < float("inf")
+    assert [client for _, client, _ in harness.answered] == ["a2"]
+    ready.append("a1")
+    harness.reports.wake()
+    harness.loop.run_once(0.0)
+    assert [client for _, client, _ in harness.answered] == ["a2", "a1"]
+
+
+def test_user_over_share_continues_when_timer_fires(harness: ReportsHarness) -> None:
+    while harness.reports.timer.due_at == float("inf"):
+        harness.ask("a1")
+        harness.loop.run_once(0.0)
+    used, due_at = harness.now, harness.reports.timer.due_at
+    assert BURST_S <= used < due_at
     harness.now = due_at
     harness.reports.timer.fire(due_at)
     assert harness.now == pytest.approx(due_at + COST_S)
@@ -170,8 +178,8 @@ class ServiceHarness:
         self.refused: list[tuple[bytes, str, str]] = []
         self.loop = EventLoop()
         snapshots: Any = SimpleNamespace(
-            pids=lambda: [1, 2],
-            status=lambda scan: ("status", scan.request_id, len(scan.memory_by_pid)),
+            measured=lambda: [1, os.getpid()],
+            status=lambda scan: ("status", scan.request_id, scan.pss_bytes(os.getpid()) > 0),
             tenant_status=lambda request_id, tenant: ("status", request_id, tenant.name),
             metrics=lambda request_id, viewer: ("metrics", request_id),
             log_files=lambda model: log_files,
@@ -204,7 +212,7 @@ def test_status_waits_for_memory_scan_except_for_tenants(status_harness: Service
     )
     while len(status_harness.replies) < 2:
         status_harness.loop.run_once(1.0)
-    assert sorted(status_harness.replies) == [(b"c", ("status", "7", 2)), (b"d", ("status", "8", "ann"))]
+    assert sorted(status_harness.replies) == [(b"c", ("status", "7", True)), (b"d", ("status", "8", "ann"))]
 
 
 def test_frequent_expensive_requests_are_rejected(status_harness: ServiceHarness) -> None:

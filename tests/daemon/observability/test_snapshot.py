@@ -21,7 +21,7 @@ from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
 from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
-from weightd_daemon.observability.memory import MemoryFootprint, MemoryReport, MemoryScan, TtlCache
+from weightd_daemon.observability.memory import Measurable, Memory, MemoryFootprint, MemoryReport, MemoryScan
 from weightd_daemon.observability.model_metrics import queued_counts
 from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
 from weightd_daemon.platform import event_loop
@@ -241,19 +241,20 @@ def test_reports_memory_of_a_model_on_a_card() -> None:
     for name in (worker, spare):
         model.deployments.process_events.on_message(name, Attached("digest", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((holder, worker, spare), 10)}
-    scan = MemoryScan("s", (), TtlCache())
-    scan.memory_by_pid = {
+    found: dict[Measurable, Memory] = {
         2: None,
         10: ProcessMemory(1000, 900, 950),
         11: ProcessMemory(100, 90, 95),
     }
+    scan = MemoryScan("s", (), lambda _: found)
+    assert scan.is_complete()
     parts = SnapshotHarness(
         model,
         devices=[card, DeviceBudget("cpu"), DeviceBudget("cpu:0")],
         processes=processes,
         proxies=[ProxyInfo("lan", "tcp://*:1", 2, 3, 4)],
     )
-    scan.memory_by_pid[os.getpid()] = ProcessMemory(7, 6, 5)
+    found[os.getpid()] = ProcessMemory(7, 6, 5)
     reply = parts.builder.status(scan)
     assert (reply.pss_bytes, reply.dropped_responses, reply.buffered_bytes, reply.max_memory_bytes, reply.note) == (
         7,
