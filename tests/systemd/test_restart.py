@@ -88,6 +88,18 @@ def test_replaced_daemon_loses_no_request(weightd: Weightd, replace: Callable[[W
     assert weightd.restarts == restarts
 
 
+def test_kill_during_a_load_loses_no_request(weightd: Weightd) -> None:
+    weightd.configure({"mlp": MLP, "late": {**MLP, "load": "on_demand"}})
+    weightd.start()
+    workers = weightd.wait_for_workers()
+    with under_load(weightd):
+        assert weightd.weightctl("load", "late").returncode == 0
+        until(lambda: "late.1: " in weightd.journal(), "the model loads")
+        by_sigkill(weightd)
+    assert (weightd.wait_for_workers(), weightd.restarts) == (workers, 1)
+    weightd.ask(model="late")
+
+
 def test_next_daemon_serves_client_that_connects_during_restart(weightd: Weightd) -> None:
     weightd.start()
     before = weightd.main_pid
