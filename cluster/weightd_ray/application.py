@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 
 from weightd_common.modelfiles.files import ModelFileError, digest
-from weightd_gateway.http.messages import AsgiApp, Receive, Scope, Send
+from weightd_gateway.http.asgi import AsgiApp, Receive, Scope, Send
 from weightd_ray import options as arguments
 from weightd_ray.options import Arguments
 from weightd_ray.replica import Replica

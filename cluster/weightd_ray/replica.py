@@ -16,7 +16,8 @@ from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import DaemonClient, InferenceRequest, InferenceResult
 from weightd_gateway.fairness import AdmissionControl
 from weightd_gateway.http.app import HttpApi
-from weightd_gateway.http.messages import ANY_HOST, HttpRequest, Receive, Scope, Send, error_reply
+from weightd_gateway.http.asgi import AsgiApp, Receive, Scope, Send, asgi_app, send_reply
+from weightd_gateway.http.messages import ANY_HOST, error_reply
 from weightd_gateway.parser_process import ParserPool
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol import limits
@@ -87,7 +88,7 @@ class Replica:
         self._address = ""
         self._daemon: DaemonEndpoint
         self._daemon_client: DaemonClient
-        self._api: HttpApi
+        self._app: AsgiApp
         # Stops everything that this replica has started, in reverse order.
         self._exit_stack = contextlib.AsyncExitStack()
 
@@ -125,7 +126,8 @@ class Replica:
         nobody, no_regions = Authenticator({}, {}, {}), RegisteredRegions(enabled=False)
         gateway = Gateway(config, nobody, self._daemon_client, no_regions, parsers)
         # Access control is up to Serve's proxy, so any `authorization` header is ignored.
-        self._api = HttpApi(gateway, frozenset({ANY_HOST}), self._caller, arguments.request_timeout)
+        api = HttpApi(gateway, frozenset({ANY_HOST}), self._caller)
+        self._app = asgi_app(api.reply_to, arguments.request_timeout)
         await self._wait_verified()
 
     async def _make_daemon(self) -> DaemonEndpoint:
@@ -293,9 +295,9 @@ class Replica:
             if scope["type"] == "http":
                 self._check_verified()
         except RequestError as error:
-            await error_reply(error).send(HttpRequest(scope, receive), send)
+            await send_reply(error_reply(error), scope["method"], send)
         else:
-            await self._api(scope, receive, send)
+            await self._app(scope, receive, send)
 
     def _check_verified(self) -> None:
         if not self._is_verified:

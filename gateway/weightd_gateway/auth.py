@@ -56,19 +56,24 @@ class Authenticator:
     anonymous: Caller | None = None
 
     def authenticate(
-        self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None
+        self, *, digest: bytes | None = None, common_name: str | None = None, uid: int | None = None
     ) -> Caller:
-        """Return the caller for a client's credentials: by the token, else by the certificate, else by the uid.
+        """Return the caller for a client's credentials: by its token, else by the certificate, else by the uid.
+
+        Args:
+            digest: the digest of the client's token; None without a token.
+            common_name: the common name of a certificate that TLS has verified.
+            uid: the uid of the peer of a Unix socket.
 
         Raises:
             Unauthenticated: the token is unknown; or, without a token, certificate and uid are unknown and anonymous
                 callers are not allowed.
         """
         caller = None
-        if token is not None:
+        if digest is not None:
             # The lookup compares digests instead of tokens, so the duration of the lookup reveals nothing about the
             # valid tokens.
-            caller = self.tokens.get(token_digest(token))
+            caller = self.tokens.get(digest)
             if caller is None:
                 raise Unauthenticated("unknown token")
         if caller is None and common_name is not None:

@@ -220,7 +220,7 @@ def _exhausted(what: str, key: str) -> ResourceExhausted:
 
 Work = Callable[[], None]
 
-SLICE_S = 1e-4
+SLICE_S = 5e-4
 """Seconds that `FairRunner` spends on work in one pass of the event loop. Work that has begun is not interrupted."""
 
 PIPELINE_PASSES = 32

@@ -30,7 +30,7 @@ KNOWN = Authenticator({token_digest("secret"): TOKEN}, {"shop": CERTIFICATE}, {1
 
 
 def test_order_of_credentials() -> None:
-    assert KNOWN.authenticate(token="secret", common_name="shop", uid=1000) == TOKEN
+    assert KNOWN.authenticate(digest=token_digest("secret"), common_name="shop", uid=1000) == TOKEN
     assert KNOWN.authenticate(common_name="shop", uid=1000) == CERTIFICATE
     assert KNOWN.authenticate(uid=1000) == USER
 
@@ -45,7 +45,7 @@ def test_rejects_unknown_caller_with_a_hint() -> None:
 def test_rejects_wrong_token_despite_other_credentials() -> None:
     guests = Authenticator(KNOWN.tokens, KNOWN.certificates, KNOWN.users, ANYBODY)
     with pytest.raises(Unauthenticated):
-        guests.authenticate(token="guess", common_name="shop", uid=1000)
+        guests.authenticate(digest=token_digest("guess"), common_name="shop", uid=1000)
     assert guests.authenticate() == ANYBODY
     assert guests.authenticate(uid=7) == ANYBODY
     assert guests.authenticate(uid=1000) == USER

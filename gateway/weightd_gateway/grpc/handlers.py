@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from weightd_common.peers import Peer
 from weightd_common.rate_limits import RateLimitedLog
-from weightd_gateway.auth import Authenticator, Caller, parse_bearer
+from weightd_gateway.auth import Authenticator, Caller, parse_bearer, token_digest
 from weightd_gateway.daemon_client import TRACEPARENT, valid_traceparent
 from weightd_gateway.error_codes import TooLarge, status_of, to_request_error
 from weightd_gateway.fairness import AdmissionControl, FairLimit, Permit
@@ -213,19 +213,19 @@ class RpcHandlers:
             Unauthenticated: the credentials are missing or unknown.
             ResourceExhausted: the limit of requests is reached.
         """
-        token, parent = None, ""
+        digest, parent = None, ""
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and not is_unauthenticated:
-                if token is not None:
+                if digest is not None:
                     raise Unauthenticated("expected one authorization header")
-                token = parse_bearer(str(value))
+                digest = token_digest(parse_bearer(str(value)))
             elif key == TRACEPARENT and (parent := valid_traceparent(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
         peer = self._connections.peer_of(context.peer())
         caller = (
             PROBE_CALLER
             if is_unauthenticated
-            else self._authenticator().authenticate(token=token, common_name=peer.common_name)
+            else self._authenticator().authenticate(digest=digest, common_name=peer.common_name)
         )
         with (
             self._probe_admission.admit(self.anonymous_caller(context))

@@ -1,4 +1,4 @@
-"""The ASGI application: REST API of the Open Inference Protocol, Triton's extensions to it, and the status page."""
+"""The HTTP API: REST API of the Open Inference Protocol, Triton's extensions to it, and the status page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from weightd_gateway.daemon_client import TRACEPARENT, DaemonClient
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.fairness import FairLimit
 from weightd_gateway.http import infer_json
+from weightd_gateway.http.head import RequestHead
 from weightd_gateway.http.infer import HttpInference
 from weightd_gateway.http.messages import (
     HttpError,
     HttpReply,
     HttpRequest,
-    Receive,
-    Scope,
-    Send,
     error_reply,
     json_reply,
     read_body,
 )
-from weightd_gateway.http.routes import Operation, parse_route
+from weightd_gateway.http.routes import Operation
 from weightd_gateway.logs import log_failure
 from weightd_gateway.page.files import FILES, STATUS_HEADERS
 from weightd_gateway.page.poller import StatusPoller
@@ -50,9 +48,6 @@ _PROBE = Caller(None, "probe")
 MAX_PROBES = 64
 
 _SERVER_ERROR = 500
-
-# Close code for WebSockets, which the application does not support.
-_CLOSE_UNSUPPORTED = 1003
 
 # Seconds between two log lines about errors of one status for one caller, so that retries do not fill the log.
 _LOG_INTERVAL_S = 10.0
@@ -79,28 +74,20 @@ Handler = Callable[[HttpRequest, Caller, str], Awaitable[HttpReply]]
 
 
 class HttpApi:
-    """The ASGI application, for the gateway's own server and for any other ASGI server.
+    """The HTTP API, for the gateway's own server and, through `asgi_app`, for any other ASGI server.
 
     Args:
         gateway: the state that all frontends share.
         hosts: allowed values of the Host header.
         caller: the caller of all requests, for another ASGI server behind a proxy that authenticates the requests;
-            None: this application authenticates each request.
-        body_timeout_s: seconds within which the body of a request must arrive; None if the server enforces a limit.
+            None: each request is authenticated.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        hosts: frozenset[str],
-        caller: Caller | None = None,
-        body_timeout_s: float | None = None,
-    ) -> None:
+    def __init__(self, gateway: Gateway, hosts: frozenset[str], caller: Caller | None = None) -> None:
         self._gateway = gateway
         self._daemon_client = gateway.daemon_client
         self._hosts = hosts
         self._caller = caller
-        self._body_timeout_s = body_timeout_s
         self._error_log = RateLimitedLog(_LOG_INTERVAL_S)
         self._status_poller = StatusPoller(gateway.daemon_client)
         self._expositions: dict[str | None, tuple[MetricsResponse, bytes]] = {}
@@ -131,30 +118,17 @@ class HttpApi:
             Operation.STATUS_JSON: self._status_json,
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI connection: requests, lifespan events, and WebSockets, which are closed."""
-        if scope["type"] == "http":
-            request = HttpRequest(scope, receive, self._body_timeout_s)
-            await (await self._reply(request)).send(request, send)
-        elif scope["type"] == "lifespan":
-            # Confirm startup and shutdown, at which the application has nothing to do.
-            while (message := await receive())["type"] != "lifespan.shutdown":
-                await send({"type": f"{message['type']}.complete"})
-            await send({"type": "lifespan.shutdown.complete"})
-        else:
-            await send({"type": "websocket.close", "code": _CLOSE_UNSUPPORTED})
-
-    async def _reply(self, request: HttpRequest) -> HttpReply:
+    async def reply_to(self, request: HttpRequest) -> HttpReply:
         """Return the response to a request; exceptions become error responses."""
-        started_at, traceparent = time.monotonic(), request.traceparent
+        started_at, head = time.monotonic(), request.head
         caller = _PROBE
         try:
             request.check_host(self._hosts)
-            methods, name = parse_route(request.raw_path)
-            operation = methods.get("GET" if request.method == "HEAD" else request.method)
+            methods, name = head.route
+            operation = methods.get("GET" if head.method == "HEAD" else head.method)
             if operation is None:
                 allowed = ", ".join(methods)
-                raise HttpError(405, f"expected method {allowed}, got {label(request.method)}", allowed)
+                raise HttpError(405, f"expected method {allowed}, got {label(head.method)}", allowed)
             if operation not in _UNAUTHENTICATED:
                 caller = self._caller or request.caller(self._gateway.authenticator)
             reply = await self._handlers[operation](request, caller, name)
@@ -163,14 +137,15 @@ class HttpApi:
         except HttpError as refused:
             reply = refused.reply()
         except Exception as error:  # noqa: BLE001 - the caller gets status 500, and the process continues
-            log_failure(_log, f"HTTP request failed: {request.method} {request.raw_path}", error)
+            log_failure(_log, f"HTTP request failed: {head.method} {head.raw_path}", error)
             reply = HttpError(_SERVER_ERROR, "internal error of the gateway; see its log").reply()
-        if traceparent:
-            reply.headers[TRACEPARENT] = traceparent
-        self._log(request, reply, caller, time.monotonic() - started_at, traceparent)
+        if head.traceparent:
+            reply.headers[TRACEPARENT] = head.traceparent
+        if reply.status >= _SERVER_ERROR or _log.isEnabledFor(logging.DEBUG):
+            self._log(head, reply, caller, time.monotonic() - started_at)
         return reply
 
-    def _log(self, request: HttpRequest, reply: HttpReply, caller: Caller, seconds: float, traceparent: str) -> None:
+    def _log(self, head: RequestHead, reply: HttpReply, caller: Caller, seconds: float) -> None:
         more = ""
         level = logging.DEBUG
         if reply.status >= _SERVER_ERROR:
@@ -181,8 +156,9 @@ class HttpApi:
                     f", and {suppressed_count} more since the last such line" if suppressed_count else "",
                 )
         if _log.isEnabledFor(level):
-            what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
-            _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
+            what = f"{head.method} {head.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
+            trace = f", traceparent {head.traceparent}" if head.traceparent else ""
+            _log.log(level, "%s%s%s", what, trace, more)
 
     # --- health and metadata -----------------------------------------------------------------------------------
 
@@ -241,7 +217,7 @@ class HttpApi:
     async def _page(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         self._check_page()
         file = FILES[name]
-        if request.header(b"if-none-match") == file.etag:
+        if request.head.header(b"if-none-match") == file.etag:
             reply = HttpReply([], file.content_type, 304, file.headers)
             reply.body_length = len(file.body)  # the Content-Length that a response with the file would have
             return reply
@@ -266,7 +242,7 @@ class HttpApi:
     async def _change_setting(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         if await _read_parameters(self._daemon_client, request, caller):
             raise InvalidArgument("this setting is read-only; the operator sets it in the configuration of weightd")
-        return await (self._logging if request.raw_path.startswith("/v2/logging") else self._trace)(
+        return await (self._logging if request.head.raw_path.startswith("/v2/logging") else self._trace)(
             request, caller, name
         )
 
@@ -287,7 +263,7 @@ class HttpApi:
 
     async def _no_cuda_regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         """Reply to a request to list or remove CUDA regions: weightd has none."""
-        return json_reply([] if request.method == "GET" else {})
+        return json_reply([] if request.head.method == "GET" else {})
 
 
 class _ModelControl:

@@ -6,15 +6,17 @@ import asyncio
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple, cast
 
 from httptools import HttpParserError
 
 from weightd_common.peers import Peer
 from weightd_gateway.fairness import FairRunner
-from weightd_gateway.http.exchange import HttpExchange, RequestParser
-from weightd_gateway.http.messages import JSON, MAX_COPIED_BYTES, AsgiApp, HttpError
+from weightd_gateway.http.exchange import HttpExchange
+from weightd_gateway.http.head import HeadReader
+from weightd_gateway.http.messages import JSON, HttpError, HttpReply, HttpRequest
+from weightd_gateway.http.request_run import RequestRun
 from weightd_gateway.listening import common_name
 from weightd_gateway.logs import log_failure
 from weightd_gateway.tensors import to_json
@@ -148,13 +150,13 @@ class ConnectionParts(NamedTuple):
     """The objects that all connections of a server share.
 
     Attributes:
-        app: the ASGI application.
+        reply_to: returns the response to a request.
         connections: the set of open connections.
         fair_runner: divides the time of the event loop among peers.
         buffer: receives data for all connections; each connection consumes its data immediately.
     """
 
-    app: AsgiApp
+    reply_to: Callable[[HttpRequest], Coroutine[Any, Any, HttpReply]]
     connections: HttpConnections
     fair_runner: FairRunner
     buffer: memoryview
@@ -174,7 +176,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         phase_started_at: when the phase began, by the clock of `HttpConnections`.
         common_name: the common name of the client certificate that TLS has verified; None without one.
         unparsed: received bytes that have not been consumed.
-        task: the task that handles the current request; None between requests.
+        run: the run that handles the current request; None between requests.
     """
 
     def __init__(self, parts: ConnectionParts, peer: Peer) -> None:
@@ -185,9 +187,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.phase_started_at = parts.connections.clock()
         self.common_name: str | None = None
         self.unparsed = bytearray()
-        self.task: asyncio.Task[None] | None = None
+        self.run: RequestRun | None = None
         self._transport: asyncio.Transport | None = None
-        self._parser: RequestParser | None = None
+        self._heads = HeadReader()
         self._exchange: HttpExchange | None = None
         # Whether a call of `_parse` is scheduled.
         self._is_queued = False
@@ -206,8 +208,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._parts.connections.on_disconnect(self)
         self._transport = None
         self.unparsed.clear()
-        if self.task is not None:
-            self.task.cancel()
+        if self.run is not None:
+            self.run.cancel()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: D102
         target = None if self._exchange is None else self._exchange.target
@@ -228,7 +230,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif not self._is_queued:
             self._is_queued = True
             self._parts.fair_runner.run(self.peer.key, self._parse)
-        if self.phase is ConnectionPhase.IDLE:
+        if self.phase is ConnectionPhase.IDLE and self.unparsed:
             self.set_phase(ConnectionPhase.HEADER)
         if len(self.unparsed) > RECEIVE_BYTES and self._transport is not None and not self._is_reading_paused:
             self._is_reading_paused = True
@@ -249,30 +251,28 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_queued = False
         if self._transport is None or self._transport.is_closing() or self._exchange is not None:
             return
-        parser = self._parser = self._parser or RequestParser()
         try:
-            while not parser.is_head_complete and parser.feed(self.unparsed):
-                pass
+            received = self._heads.read(self.unparsed)
         except HttpParserError as error:
             self._refuse(error)
             return
-        if parser.is_head_complete:
-            self._parser = None
-            self._exchange = HttpExchange(parser, self)
+        if received is not None:
+            exchange = self._exchange = HttpExchange(*received, self)
             self.set_phase(ConnectionPhase.ANSWER)
-            self.task = asyncio.get_running_loop().create_task(self._answer(self._exchange))
+            self.run = RequestRun(self._answer(exchange))
+            self.run.go_on()
         elif self.phase is ConnectionPhase.IDLE:
             self.set_phase(ConnectionPhase.HEADER)
         self._resume_reading()
 
     async def _answer(self, exchange: HttpExchange) -> None:
         try:
-            await self._parts.app(exchange.scope(), exchange.receive, exchange.send)
+            await exchange.send(await self._parts.reply_to(exchange))
         except Exception as error:  # noqa: BLE001 - an unexpected error ends only this connection
             if self._transport is not None:
                 log_failure(_log, "HTTP request failed", error)
         finally:
-            self.task = None
+            self.run = None
         if self._transport is None:
             return
         if not exchange.is_replied:
@@ -290,7 +290,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _linger(self, exchange: HttpExchange) -> None:
         """Continue with the next request if the unread body has been received and dropped."""
-        if exchange.is_body_complete and self._exchange is exchange and self.task is None:
+        if exchange.is_body_complete and self._exchange is exchange and self.run is None:
             self._go_on()
 
     def _go_on(self) -> None:
@@ -308,7 +308,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         reason = error.__context__ if isinstance(error.__context__, ValueError) else error
         body = to_json({"error": f"expected an HTTP request: {reason}"}).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {JSON}\r\ncontent-length: {len(body)}\r\n"
-        self.write(head.encode(), b"connection: close\r\n\r\n", body)
+        self.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self._close(is_body_complete=False)
 
     def _close(self, *, is_body_complete: bool) -> None:
@@ -334,18 +334,15 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     # --- methods for the exchange ------------------------------------------------------------------------------
 
-    async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with bytes of the body."""
-        if self._exchange is None:
-            raise ConnectionResetError("the client has disconnected")
-        await self._exchange.receive_into(view)
-
-    def write(self, *content: bytes | memoryview) -> None:
+    def write(self, content: bytes | memoryview) -> None:
         """Send bytes."""
-        if self._transport is None or self._transport.is_closing():
-            return
-        for each in content if sum(map(len, content)) > MAX_COPIED_BYTES else [b"".join(content)]:
-            self._transport.write(each)
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(content)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the write buffer has room."""
+        return self._writable is None
 
     async def drain(self) -> None:
         """Wait until the write buffer has room, because the client has read some of the sent bytes."""
@@ -402,7 +399,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def finish(self) -> None:
         """Close the connection after the current response, or now if no request is in progress."""
-        if self._exchange is not None and self.task is not None:
+        if self._exchange is not None and self.run is not None:
             self._exchange.keep_alive = False
         elif self._transport is not None:
             self._transport.close()

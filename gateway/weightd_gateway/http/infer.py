@@ -13,14 +13,10 @@ from weightd_gateway.context import Gateway
 from weightd_gateway.daemon_client import InferenceRequest
 from weightd_gateway.fairness import Permit
 from weightd_gateway.http import infer_json, infer_response
+from weightd_gateway.http.head import HEADER_LENGTH
 from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
 from weightd_gateway.http.messages import BINARY, JSON, HttpReply, HttpRequest, read_body
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.schema import describe_value
-
-HEADER_LENGTH = "Inference-Header-Content-Length"
-
-_HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 
 Array = tensors.Array
 
@@ -54,7 +50,7 @@ class HttpInference:
             RequestError: the request failed.
         """
         with self._daemon_client.admission.admit(caller) as request_permit:
-            length = _header_length(request)
+            length = request.head.json_length
             # `allocate` returns shared memory, from which tensors are sent to the daemon without a copy. A body that
             # consists only of JSON does not need shared memory, because JSON is not sent to the daemon.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
@@ -73,7 +69,7 @@ class HttpInference:
                     parsed.output_names,
                     parsed.timeout,
                     parsed.priority,
-                    request.traceparent,
+                    request.head.traceparent,
                     parsed.id,
                 ),
             )
@@ -158,16 +154,6 @@ def _region_parameters(parameters: Any) -> tuple[object, object, object]:
         parameters.get("shared_memory_offset", 0),
         parameters.get("shared_memory_byte_size"),
     )
-
-
-def _header_length(request: HttpRequest) -> int | None:
-    """Return the number of JSON bytes at the beginning of the decompressed body; None if the whole body is JSON."""
-    values = request.header_values(_HEADER_LENGTH)
-    if not values:
-        return None
-    if len(values) > 1 or not (values[0].isascii() and values[0].isdecimal()) or len(values[0]) > 12:
-        raise InvalidArgument(f"{HEADER_LENGTH}: expected one number of bytes, got {describe_value(', '.join(values))}")
-    return int(values[0])
 
 
 def _split_body(content: memoryview, length: int | None) -> tuple[memoryview, memoryview]:

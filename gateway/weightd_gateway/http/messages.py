@@ -1,36 +1,25 @@
-"""Requests and responses of the ASGI application: headers, bodies and errors."""
+"""Requests and responses of the HTTP API: bodies and errors."""
 
 from __future__ import annotations
 
+import abc
 import asyncio
-import re
-import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
-from urllib.parse import quote
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Any
 
-from weightd_gateway.auth import Authenticator, Caller, parse_bearer
-from weightd_gateway.daemon_client import TRACEPARENT, valid_traceparent
+from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.error_codes import TooLarge, retry_after, status_of
 from weightd_gateway.fairness import Permit
+from weightd_gateway.http.head import RequestHead
 from weightd_gateway.tensors import to_json
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated
 from weightd_protocol.schema import label
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 JSON = "application/json"
 BINARY = "application/octet-stream"
 
 ANY_HOST = "*"
-
-CONNECTION = "weightd.connection"
-"""Key of the ASGI scope extension with which the gateway's own server passes its `ServerConnection`."""
 
 ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 
@@ -46,116 +35,40 @@ _ALIGNMENT = 64
 MAX_COPIED_BYTES = 64 * 1024
 """Buffers of at most this many bytes together are joined, because copying is cheaper than another system call."""
 
-_PORT = re.compile(r":[0-9]*$")
-
-_BODY_TIMEOUT = "the body of the request did not arrive in time"
-_CALLER_GONE = "the caller has disconnected"
-
 Buffer = bytes | memoryview
 
 
-class ServerConnection(Protocol):
-    """A connection of the gateway's own HTTP server, as the ASGI application sees it."""
-
-    @property
-    def uid(self) -> int | None:
-        """The uid of the peer of a Unix socket; None for other connections."""
-        ...
-
-    @property
-    def common_name(self) -> str | None:
-        """The common name of the client certificate that TLS has verified; None without one."""
-        ...
-
-    async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with bytes of the body, directly from the socket."""
-        ...
-
-
-class HttpRequest:
+class HttpRequest(abc.ABC):
     """An HTTP request.
 
     Args:
-        scope: the ASGI scope, of type http.
-        receive: ASGI's receive function.
-        body_timeout_s: seconds within which the body must arrive; None if the server enforces a limit.
+        head: the head of the request.
 
     Attributes:
-        method: the method, such as "GET".
-        raw_path: the percent-encoded path below the application's root path, without the query.
-        content_length: the length of the body in bytes; None if the client does not send it.
-        connection: the connection of the gateway's own server; None if another ASGI server received the request.
+        head: as above.
+        uid: the uid of the peer of a Unix socket, from the kernel; None for other connections.
+        common_name: the common name of the client certificate that TLS has verified; None without one.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, body_timeout_s: float | None = None) -> None:
-        self.method: str = scope["method"]
-        self.raw_path = _path_below_root(scope)
-        extensions: Mapping[str, Any] = scope.get("extensions") or {}
-        self.connection: ServerConnection | None = extensions.get(CONNECTION)
-        self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
-        self._first: dict[bytes, bytes] = dict(reversed(self._headers))
-        length = self._first.get(b"content-length", b"")
-        # The ASGI server has already validated the value.
-        self.content_length = int(length) if length.isdigit() else None
-        self._receive = receive
-        self._deadline = None if body_timeout_s is None else time.monotonic() + body_timeout_s
-        self._has_more = True
+    uid: int | None = None
+    common_name: str | None = None
 
-    def header(self, name: bytes) -> str:
-        """Return the first value of a header, given its lower-case name; "" if the header is missing."""
-        return self._first.get(name, b"").decode("latin-1")
+    def __init__(self, head: RequestHead) -> None:
+        self.head = head
 
-    def header_values(self, name: bytes) -> list[str]:
-        """Return all values of a header, given its lower-case name."""
-        return [value.decode("latin-1") for each, value in self._headers if each == name]
+    @abc.abstractmethod
+    def take(self, nbytes: int) -> bytes:
+        """Return at most `nbytes` bytes of the body that have arrived; b"" if none have."""
 
-    @property
-    def traceparent(self) -> str:
-        """The traceparent of the request; "" if it is missing or invalid."""
-        return valid_traceparent(self.header(TRACEPARENT.encode()))
-
-    def check_host(self, hosts: Collection[str]) -> None:
-        """Check the Host header against DNS rebinding, in which a web page makes its own name resolve to this host.
-
-        Raises:
-            PermissionDenied: the host is not allowed.
-        """
-        host = _PORT.sub("", ",".join(self.header_values(b"host"))).lower()
-        if host in hosts or ANY_HOST in hosts or (self.connection is not None and self.connection.uid is not None):
-            return
-        raise PermissionDenied(f"expected a host from `hosts` in the gateway's configuration, got {label(host)}")
-
-    def caller(self, authenticator: Authenticator) -> Caller:
-        """Return the authenticated caller of the request.
-
-        Raises:
-            Unauthenticated: the credentials are missing or unknown.
-        """
-        authorization = self.header_values(b"authorization")
-        if len(authorization) > 1:
-            raise Unauthenticated("expected one authorization header")
-        return authenticator.authenticate(
-            token=parse_bearer(authorization[0]) if authorization else None,
-            common_name=None if self.connection is None else self.connection.common_name,
-            uid=None if self.connection is None else self.connection.uid,
-        )
-
+    @abc.abstractmethod
     async def read_chunk(self) -> bytes:
         """Return the next part of the body, or b"" at its end.
 
         Raises:
             HttpError: the body did not arrive in time, or the client disconnected.
         """
-        while self._has_more:
-            message = await self._next_message()
-            if message["type"] != "http.request":
-                raise HttpError(400, _CALLER_GONE)
-            self._has_more = message.get("more_body", False)
-            chunk: bytes = message.get("body", b"")
-            if chunk:
-                return chunk
-        return b""
 
+    @abc.abstractmethod
     async def read_into(self, view: memoryview) -> None:
         """Fill `view` with the next bytes of the body.
 
@@ -163,35 +76,24 @@ class HttpRequest:
             HttpError: the body did not arrive in time, or the client disconnected.
             InvalidArgument: the length of the body differs from Content-Length.
         """
-        if self.connection is not None:
-            await self.connection.receive_into(view)
-            return
-        while view:
-            chunk = await self.read_chunk()
-            if not 0 < len(chunk) <= len(view):
-                raise InvalidArgument(f"expected a body of {self.content_length} bytes, according to Content-Length")
-            view[: len(chunk)] = chunk
-            view = view[len(chunk) :]
 
-    async def _next_message(self) -> Message:
-        if self._deadline is None:
-            return await self._receive()
-        try:
-            return await asyncio.wait_for(self._receive(), max(0.0, self._deadline - time.monotonic()))
-        except asyncio.TimeoutError:
-            raise HttpError(408, _BODY_TIMEOUT) from None
+    def check_host(self, hosts: Collection[str]) -> None:
+        """Check the Host header against DNS rebinding, in which a web page makes its own name resolve to this host.
 
+        Raises:
+            PermissionDenied: the host is not allowed.
+        """
+        host = self.head.host
+        if not (host in hosts or ANY_HOST in hosts or self.uid is not None):
+            raise PermissionDenied(f"expected a host from `hosts` in the gateway's configuration, got {label(host)}")
 
-def _path_below_root(scope: Scope) -> str:
-    root: str = scope.get("root_path", "")
-    raw: bytes | None = scope.get("raw_path")
-    path = quote(scope["path"]) if raw is None else raw.decode("utf-8", "surrogateescape").partition("?")[0]
-    if not root:
-        return path
-    for prefix in (root, quote(root)):
-        if path.startswith(prefix):
-            return path[len(prefix) :] or "/"
-    return quote(scope["path"][len(root) :]) or "/"
+    def caller(self, authenticator: Authenticator) -> Caller:
+        """Return the authenticated caller of the request.
+
+        Raises:
+            Unauthenticated: the credentials are missing or unknown.
+        """
+        return authenticator.authenticate(digest=self.head.token_digest, common_name=self.common_name, uid=self.uid)
 
 
 async def read_body(
@@ -212,10 +114,10 @@ async def read_body(
         ResourceExhausted: other requests have reserved too many bytes at the moment.
         HttpError: the encoding is unknown, the body did not arrive in time, or the client disconnected.
     """
-    encoding = request.header(b"content-encoding").strip().lower() or IDENTITY
+    encoding = request.head.encoding or IDENTITY
     if encoding not in ENCODINGS:
         raise HttpError(415, f"Content-Encoding: expected one of {', '.join(ENCODINGS)}, got {label(encoding)}")
-    length = request.content_length
+    length = request.head.content_length
     if length is not None and length > max_bytes:
         raise TooLarge(f"expected a body of at most {max_bytes} bytes (max_body_bytes), got {length}")
     if encoding != IDENTITY or length is None:
@@ -228,13 +130,11 @@ async def read_body(
         view = memoryview(allocate(offset + length))[offset:]
         await request.read_into(view)
         return view
-    # A short body has usually arrived by now, and is returned as one chunk.
-    first = await request.read_chunk()
+    # A short body has usually arrived by now.
+    first = request.take(length)
     if len(first) == length:
         return memoryview(first)
     view = memoryview(bytearray(length))
-    if not 0 < len(first) < length:
-        raise InvalidArgument(f"expected a body of {length} bytes, according to Content-Length")
     view[: len(first)] = first
     await request.read_into(view[len(first) :])
     return view
@@ -313,33 +213,23 @@ class HttpReply:
         self.content = content
         self.status = status
         self.content_type = content_type
-        self.headers = dict(headers or {})
+        self.headers = {} if headers is None else dict(headers)
         self.body_length = sum(map(len, content))
         self._permit = permit
 
-    async def send(self, request: HttpRequest, send: Send) -> None:
-        """Send the response and release its content."""
-        headers = [
-            (b"content-type", self.content_type.encode("latin-1")),
-            (b"content-length", b"%d" % self.body_length),
-            *[(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()],
+    def fields(self) -> Sequence[tuple[str, str]]:
+        """Return name and value of each header."""
+        return [
+            ("content-type", self.content_type),
+            ("content-length", f"{self.body_length}"),
+            *self.headers.items(),
         ]
-        try:
-            await send({"type": "http.response.start", "status": self.status, "headers": headers})
-            if request.method == "HEAD":
-                await send({"type": "http.response.body", "body": b""})
-            elif self.body_length <= MAX_COPIED_BYTES or request.connection is None:
-                # Join small content into one message. Content for another ASGI server is also joined, because such a
-                # server may copy each message.
-                await send({"type": "http.response.body", "body": b"".join(self.content)})
-            else:
-                last = len(self.content) - 1
-                for index, each in enumerate(self.content):
-                    await send({"type": "http.response.body", "body": each, "more_body": index < last})
-        finally:
-            self.content = ()
-            if self._permit is not None:
-                self._permit.release()
+
+    def release(self) -> None:
+        """Release the content, because it has been sent or dropped."""
+        self.content = ()
+        if self._permit is not None:
+            self._permit.release()
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:

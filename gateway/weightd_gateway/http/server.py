@@ -73,7 +73,7 @@ class HttpServer:
         config, loop = self._gateway.config, asyncio.get_running_loop()
         self._tasks.append(asyncio.create_task(self._sweep()))
         fair_runner = FairRunner(loop.call_soon, time.thread_time)
-        parts = ConnectionParts(self._api, self.connections, fair_runner, memoryview(bytearray(RECEIVE_BYTES)))
+        parts = ConnectionParts(self._api.reply_to, self.connections, fair_runner, memoryview(bytearray(RECEIVE_BYTES)))
         context = listening.tls_context(config)
         urls: list[str] = []
         for listener in self._bind_listeners():
@@ -96,7 +96,7 @@ class HttpServer:
         await self._wait_replied(grace_s)
         for each in self.connections:
             each.abort()
-        # The tasks of aborted connections are cancelled in the next pass of the event loop, so wait for this pass
+        # The requests of aborted connections are cancelled in the next pass of the event loop, so wait for this pass
         # first. They end in the pass after it.
         await asyncio.sleep(0)
         await self._wait_replied(None)
@@ -107,9 +107,9 @@ class HttpServer:
             path.unlink(missing_ok=True)
 
     async def _wait_replied(self, timeout_s: float | None) -> None:
-        tasks = [each.task for each in self.connections if each.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        waiters = [each.run.end_waiter() for each in self.connections if each.run is not None]
+        if waiters:
+            await asyncio.wait(waiters, timeout=timeout_s)
 
     def _on_connection(
         self, connection: socket.socket, peer: Peer, *, parts: ConnectionParts, tls: ssl.SSLContext | None

@@ -19,7 +19,7 @@ from weightd_gateway.http.connection import (
     HttpConnection,
     HttpConnections,
 )
-from weightd_gateway.http.messages import CONNECTION, Message, Receive, Scope, Send
+from weightd_gateway.http.messages import HttpReply, HttpRequest
 
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
@@ -194,20 +194,18 @@ def test_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
     """The next request may follow a body before the application has run."""
     bodies: list[bytes] = []
 
-    async def app(scope: Scope, take: Receive, send: Send) -> None:
+    async def reply_to(request: HttpRequest) -> HttpReply:
         parts = [memoryview(bytearray(size)) for size in sizes]
         for part in parts:
-            await scope["extensions"][CONNECTION].receive_into(part)
+            await request.read_into(part)
         bodies.append(b"".join(parts))
-        start: Message = {"type": "http.response.start", "status": 200, "headers": []}
-        await send(start)
-        await send({"type": "http.response.body"})
+        return HttpReply([])
 
     async def scenario() -> None:
         runner = mock.Mock()
         runner.run = runner.pipelined.run = run_now
         crowd = HttpConnections(1, LIMITS, lambda: 0.0)
-        connection = HttpConnection(ConnectionParts(app, crowd, runner, memoryview(bytearray(RECEIVE_BYTES))), A)
+        connection = HttpConnection(ConnectionParts(reply_to, crowd, runner, memoryview(bytearray(RECEIVE_BYTES))), A)
         transport = mock.Mock(**{"get_extra_info.return_value": None, "is_closing.return_value": False})
         connection.connection_made(transport)
         head = b"PUT / HTTP/1.1\r\nContent-Length: 8\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Tests of the incremental HTTP request parser and of the bytes that it leaves for the next request."""
+"""Tests of the parsers of requests and heads, and of the bytes that they leave for the next request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from testkit.examples import examples
-from weightd_gateway.http.exchange import MAX_HEAD_BYTES, RequestParser
+from weightd_gateway.http.head import MAX_HEAD_BYTES, HeadReader, ReceivedHead, RequestParser
 
 HEAD = b"POST /v2?x HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
 NEXT = b"GET /next HTTP/1.1\r\n\r\n"
@@ -79,3 +79,45 @@ def test_waits_for_rest_of_empty_line() -> None:
 def test_upgrade_ends_connection_after_request() -> None:
     parser, left = parse(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nmore", [])
     assert (parser.is_complete, parser.keep_alive, left) == (True, False, b"more")
+
+
+def read_all(reader: HeadReader, data: bytes) -> list[ReceivedHead]:
+    """Return the heads of the requests without a body in `data`."""
+    heads: list[ReceivedHead] = []
+    left = bytearray(data)
+    while (found := reader.read(left)) is not None:
+        heads.append(found[0])
+    return heads
+
+
+def test_parses_a_repeated_head_once() -> None:
+    reader = HeadReader()
+    first, second, third = read_all(reader, NEXT + NEXT + b"GET /nex HTTP/1.1\r\n\r\n")
+    assert first is second
+    assert (first.raw_path, third.raw_path) == ("/next", "/nex")
+    assert read_all(reader, NEXT)[0] is not first
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(st.integers(0, 200), max_size=6))
+def test_head_does_not_depend_on_its_arrival(cuts: list[int]) -> None:
+    sent = (b"POST /a?b HTTP/1.1\r\nX: y\r\nContent-Length: 0\r\n\r\n" + NEXT) * 2
+    reader, left = HeadReader(), bytearray()
+    heads: list[tuple[str, str, str, bool]] = []
+    bounds = [0, *sorted(each % (len(sent) + 1) for each in cuts), len(sent)]
+    for begin, end in itertools.pairwise(bounds):
+        left += sent[begin:end]
+        while (found := reader.read(left)) is not None:
+            head = found[0]
+            heads.append((head.method, head.raw_path, head.header(b"x"), head.has_body))
+    assert heads == [("POST", "/a", "y", False), ("GET", "/next", "", False)] * 2
+    assert not left
+
+
+def test_long_and_chunked_heads_are_not_kept() -> None:
+    reader = HeadReader()
+    long = b"GET / HTTP/1.1\r\nX: " + b"x" * 2048 + b"\r\n\r\n"
+    first, second = read_all(reader, long + long)
+    assert first is not second
+    chunked = [reader.read(bytearray(HEAD)) for _ in range(2)]
+    assert all(each is not None and each[1] is not None for each in chunked)
