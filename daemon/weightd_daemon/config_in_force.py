@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from weightd_daemon.config.load import Config, ConfigError
 from weightd_daemon.counters import CounterRegistry
 from weightd_daemon.handover.state import Handover
 from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
+from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.models.residency.snapshot_cache import CachedModel, excess_models
@@ -198,12 +199,10 @@ class ConfigInForce:
         for name in excess_models(cached, max_bytes):
             self._registry.models[name].versions.forget_snapshots()
 
-    def update_fork_servers(self, now: float) -> None:
+    def update_fork_servers(self, loaded_models: Iterable[ServedModel], now: float) -> None:
         """Start the fork servers of loading models; stop those whose models have been unloaded for some time."""
-        loaded = [
-            each.config for each in self._registry.all_models() if not each.loading.is_unloaded and not each.is_draining
-        ]
-        self._supervisor.fork_servers.reconcile(loaded, now)
+        configs = [each.config for each in loaded_models if not each.is_draining]
+        self._supervisor.fork_servers.reconcile(configs, now)
 
     def _apply_models(self, diff: ConfigDiff, selected: Config, now: float) -> None:
         update_devices(self._devices, selected)

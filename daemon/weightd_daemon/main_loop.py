@@ -201,9 +201,10 @@ class Daemon:
         if not self._shutdown.has_begun:
             self._config.reselect(now)
             self._config.trim_cache()
-            self._config.update_fork_servers(now)
             self._changed_files.on_change(now)
-        self._load_monitor.update_if_changed(self._registry.all_models(), now)
+        loaded_models = self._registry.loaded_models()
+        self._config.update_fork_servers(loaded_models, now)
+        self._load_monitor.update_if_changed(loaded_models, now)
         if self._service is not None:
             self._service.on_change(now)
         # Send these replies after `on_change`, which records completed updates for the next daemon.

@@ -154,6 +154,10 @@ class ModelRegistry:
         """Return every model that still has processes or files, successors included."""
         return [*self.models.values(), *(each.successor or each for each in self.changing)]
 
+    def loaded_models(self) -> list[ServedModel]:
+        """Return every model that is loaded or loading, or whose load has failed, successors included."""
+        return [each for each in self.all_models() if not each.loading.is_unloaded]
+
     @property
     def deaths(self) -> int:
         """The number of processes of all models that exited unexpectedly or had to be killed."""
