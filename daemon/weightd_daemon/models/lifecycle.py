@@ -111,7 +111,7 @@ class ModelLifecycle:
         self.reservations = self.table.reservations
         self.timer = Timer(self.tick)
         self._pending_unloads: dict[str, _PendingUnload] = {}
-        # For each model that exceeds the budget of every waiting tenant: the error for its requests.
+        # For each model that fits into no budget now: the error for its requests. The next one tries again.
         self._refused: dict[str, RequestError] = {}
         self._load_waiters: dict[str, list[OnDone]] = {}
         # One more than `max_loading`: while that many models load, the files of the next one are read.
@@ -125,8 +125,7 @@ class ModelLifecycle:
         """Apply other limits."""
         self._limits = configured
         self._queue.max_starting = configured.max_loading + 1
-        for name in [name for name in self._known_bytes if self._find_model(name) is None]:
-            del self._known_bytes[name]
+        self._known_bytes = {name: each for name, each in self._known_bytes.items() if self._find_model(name)}
         self._wake()
 
     # --- for clients and operators ------------------------------------------------------------------------------
@@ -208,9 +207,11 @@ class ModelLifecycle:
         self._meter.set_file_bytes(label, request.weight_bytes)
         self._known_bytes[name] = sum(need.values())
         reason = self.table.rejection_reason(name, need)
-        if reason:
+        if reason and not self.table.may_fit_later(name, need):
             return Verdict(is_granted=False, rejection_reason=reason)
-        if not self._is_charged(name) and not self._find_owner(name):
+        if reason:
+            self._refused[name] = ResourceExhausted(reason, retry_after=_RETRY_AFTER_S)
+        if reason or (not self._is_charged(name) and not self._find_owner(name)):
             self._wake()
             return Verdict(is_granted=False)
         self.table.request(label, name, need)
@@ -355,9 +356,8 @@ class ModelLifecycle:
                 model.deployments.reconcile(now)
             elif model.loading.is_evictable:
                 _log.info("%s: unloading: %s", name, action.reason, extra=subject_extra(name))
-                audit.write(
-                    audit.AuditEntry("unload", audit.DAEMON, model.loading.owner, name), audit.OK, action.reason
-                )
+                entry = audit.AuditEntry("unload", audit.DAEMON, model.loading.owner, name)
+                audit.write(entry, audit.OK, action.reason)
                 model.loading.unload(now)
 
     def _finish_unloads(self, now: float) -> None:
@@ -441,8 +441,8 @@ def _is_wanted(model: ServedModel) -> bool:
 
 
 def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:
-    text = f"{model} needs {format_mib(nbytes)}, but max_model_bytes of this tenant is {format_mib(limit)}"
-    return ResourceExhausted(text)
+    budget = f"max_model_bytes of this tenant is {format_mib(limit)}"
+    return ResourceExhausted(f"{model} needs {format_mib(nbytes)}, but {budget}")
 
 
 def _model_of(label: str) -> str:

@@ -161,6 +161,21 @@ class ResidencyTable:
                 return f"{model} needs {format_mib(nbytes)}, but {key} is {format_mib(capacity)}{others}"
         return self._update_rejection_reason(model, sum(need.values()))
 
+    def may_fit_later(self, model: str, need: MemoryNeed) -> bool:
+        """Return whether a rejected generation fits once models that cannot be unloaded now take less memory.
+
+        This is only for the first generation of a model that loads on demand: an update fails if it does not fit.
+        """
+        capacities = self.reservations.budgets.capacities
+        return (
+            not self._find(model).is_pinned
+            and not any(
+                each.model == model and each.state in (ReservationState.LOADING, ReservationState.LOADED)
+                for each in self.reservations
+            )
+            and all(nbytes <= capacities.get(pool, nbytes) for pool, nbytes in need.items())
+        )
+
     def _update_rejection_reason(self, model: str, nbytes: int) -> str:
         """Return why the tenant's budget can never hold the serving and a new generation of the model together, or "".
 
