@@ -50,7 +50,8 @@ _CANCELLED = 0.05
 class ClientPlan:
     """Orders of a client process.
 
-    `paths` are the models by name; with `count` 0 the client never stops by itself; `poisons`: its requests crash
+    `paths` are the models by name; after `visit` requests to one of them the client chooses another one; `pause_s` are
+    the seconds between two requests; with `count` 0 the client never stops by itself; `poisons`: its requests crash
     workers; `uid`: its user, or 0 for the user of the parent.
     """
 
@@ -62,6 +63,8 @@ class ClientPlan:
     cancels: bool = False
     poisons: bool = False
     uid: int = 0
+    visit: int = 1
+    pause_s: float = 0.0
 
 
 class _CountingCore(ClientCore):
@@ -136,6 +139,7 @@ class ClientLoop:
         self._stopping = stopping
         self._rng = random.Random(orders.seed)
         self._questions = {name: load(Path(path)) for name, path in orders.paths.items()}
+        self._model, self._visits = "", 0
         self._flights: deque[_PendingRequest] = deque()
         self._core = _CountingCore()
         self._core.ledger = self.ledger
@@ -183,7 +187,11 @@ class ClientLoop:
 
     def _submit(self, client: Client) -> None:
         rng = self._rng
-        model = rng.choice(list(self._questions))
+        if self._visits % self._orders.visit == 0:
+            self._model = rng.choice(list(self._questions))
+        self._visits += 1
+        model = self._model
+        time.sleep(self._orders.pause_s)
         number = rng.randrange(len(self._questions[model]))
         timeout = rng.uniform(0.005, 1.0) if rng.random() < _HASTY else _PATIENCE_S
         question = self._questions[model][number]

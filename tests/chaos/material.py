@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from testkit import mindir, models
 from testkit.plain import PlainProcess
 
-from . import cut
+from . import cut, guests
 
 QUESTIONS = 40
 # The number of all crashing requests.
@@ -101,6 +101,16 @@ def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]
     return [*chosen, Model(cut.NAME, made.path, made.engine, made.python, dense=True, table=made.table)]
 
 
+def make_guests(directory: Path, seed: int) -> list[Model]:
+    """Write the guests and their requests; the table of each guest has other values."""
+    here = Path(sys.executable)
+    made: list[Model] = []
+    for number, name in enumerate(guests.NAMES, 1):
+        made.append(Model(name, _table(directory / f"{name}.onnx", number), "onnxruntime", here, dense=False))
+        _ask(made[-1], np.random.default_rng([seed, 100 + number]))
+    return made
+
+
 def make_two(directory: Path, seed: int) -> list[Model]:
     """Write two models and their requests; the model "slow" computes for long on small inputs."""
     here = Path(sys.executable)
@@ -152,9 +162,9 @@ def _keep(path: Path, questions: Iterable[tuple[Arrays, Arrays]]) -> None:
     np.savez(_pool(path), allow_pickle=False, order=np.array(json.dumps(order)), **arrays)
 
 
-def _table(path: Path) -> Path:
+def _table(path: Path, seed: int = 0) -> Path:
     """Write a model with a table of 12 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]; 16 bytes per row."""
-    values = np.random.default_rng(0).standard_normal((_ROWS, 2), dtype=np.float32)
+    values = np.random.default_rng(seed).standard_normal((_ROWS, 2), dtype=np.float32)
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], axis=0)]
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2])
     table = numpy_helper.from_array(values, "table")
@@ -175,5 +185,6 @@ _INPUTS: Mapping[str, Callable[[np.random.Generator, int], Arrays]] = {
     "tiny": lambda rng, _: {"a": rng.integers(-(2**63) + 1, 2**63, 6, np.int64)},
     "slow": lambda rng, number: {"x": rng.standard_normal((1 + number % 3, 64, 256), dtype=np.float32)},
     "elastic": lambda rng, number: {"ids": rng.integers(0, _ROWS, (_size(rng, number, MAX_BYTES // 16), 2))},
+    **dict.fromkeys(guests.NAMES, lambda rng, number: {"ids": rng.integers(0, _ROWS, (_size(rng, number, 1024), 2))}),
     "dense": lambda rng, number: {"x": rng.standard_normal((_size(rng, number, _MAX_BATCH), _WIDTH), dtype=np.float32)},
 }

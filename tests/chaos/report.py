@@ -26,6 +26,7 @@ class Report:
     workspace: Path
     managed: bool = False
     sent: int = 0
+    evictions: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     strikes: list[Strike] = field(default_factory=list[Strike])
     skipped: list[Event] = field(default_factory=list[Event])
@@ -46,7 +47,8 @@ class Report:
 
     def text(self) -> str:
         """The report as text: tables of faults and requests, and problems."""
-        lines = ["", *_faults(self.strikes, self.skipped), "", *_requests(self.sent, self.outcomes), ""]
+        lines = ["", *_faults(self.strikes, self.skipped), "", *_requests(self.sent, self.outcomes)]
+        lines += [f"{'evictions':<24}{self.evictions:>10}", ""]
         if not self.problems:
             return "\n".join([*lines, f"PASSED, seed {self.seed}"])
         lines += [f"FAILED, {len(self.problems)} problems:", *(f"  {each}" for each in self.problems[:_SHOWN])]

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from testkit.waiting import until
-from weightd import RequestError
+from weightd import Client, RequestError
 from weightd_daemon.processes.fork_servers import FORK_TIMEOUT_S
 from weightd_protocol.messages.status import StatusResponse
 
-from . import material, verdict
+from . import guests, material, verdict
 from .client import ClientPlan
 from .faults import Injector
 from .fleet import ClientProcess, ClientProcesses
@@ -92,7 +92,13 @@ class Run:
         """Run, and return the report. Afterwards the daemon and its descendants have exited."""
         place = workspace("chaos-")
         self._models = {model.name: model for model in material.make(place, self.seed, real_ranks=self.real_ranks)}
-        self._service = Service(place, {"max_memory_bytes": MAX_MEMORY_BYTES}, self._tables(), managed=self.managed)
+        self._guests = {model.name: str(model.path) for model in material.make_guests(place, self.seed)}
+        daemon = {
+            "max_memory_bytes": MAX_MEMORY_BYTES,
+            "max_model_bytes": guests.ROOMY,
+            "min_resident": guests.MIN_RESIDENT_S,
+        }
+        self._service = Service(place, daemon, self._tables(), managed=self.managed)
         self._fleet = ClientProcesses(place)
         self._report = Report(self.seed, self.seconds, self.faults, place, managed=self.managed)
         self._service.start()
@@ -108,21 +114,26 @@ class Run:
     def _tables(self) -> dict[str, dict[str, object]]:
         common = {"max_queue": MAX_QUEUE, "predict_timeout": PREDICT_TIMEOUT_S, "watchdog": WATCHDOG_S}
         whole = {"workers": WORKERS, "selftest_interval": CANARY_INTERVAL_S}
-        return {
+        on_demand = {"load": "on_demand", "idle_unload": 0.0}
+        tables: dict[str, dict[str, object]] = {
             each.name: {
                 "path": each.path,
                 "python": each.python,
                 "engine": each.engine,
                 **common,
                 **(each.table if each.table else {**whole, **ROWS[each.name]}),
-                **({"load": "on_demand", "idle_unload": 0.0} if each.name == ON_DEMAND else {}),
+                **(on_demand if each.name == ON_DEMAND else {}),
             }
             for each in self._models.values()
         }
+        for name, path in self._guests.items():
+            tables[name] = {"path": path, **common, **whole, **on_demand}
+        return tables
 
     def _go(self) -> None:
         self._service.await_health(START_LIMIT_S)
         self._warm_up()
+        self._limit_memory()
         before = self._held("after the warm-up")
         processes = len(self._service.children())
         self._storm()
@@ -133,6 +144,10 @@ class Run:
         ]
         if len(self._service.children()) > processes:
             self._problems.append(f"leak: {len(self._service.children())} processes, {processes} before")
+        self._problems += guests.unbalanced(self._service.status())
+        self._report.evictions = sum(map(guests.evictions, self._service.logs()))
+        if not self._report.evictions:
+            self._problems.append("budget: no model was evicted, so the run has not tested evictions")
         self._service.keep_logs()
         self._stop()
 
@@ -140,7 +155,7 @@ class Run:
 
     def _warm_up(self) -> None:
         """Put load on the daemon first, so that one-time allocations do not count as growth."""
-        clients = [self._member(number, "warm-up") for number in range(CLIENTS)]
+        clients = [self._member(number, "warm-up") for number in range(CLIENTS)] + self._launch_guests()
         deadline = time.monotonic() + WARM_UP_S
         while time.monotonic() < deadline and all(member.running for member in clients):
             time.sleep(_LOOK_SOON_S)
@@ -150,10 +165,24 @@ class Run:
                 orders = ClientPlan(address, {name: str(model.path)}, f"{self.seed}", MAX_QUEUE // 2, 2 * MAX_QUEUE)
                 self._problems += self._fleet.launch("warm-up", orders).wait()
 
+    def _limit_memory(self) -> None:
+        """Unload the guests, whose needs are measured now, and set a budget in which not all of them have room."""
+        budget = guests.budget(self._service.status(), ROWS)
+        self._service.limit_memory(budget)
+        with Client(self._service.unix_address, timeout=START_LIMIT_S) as client:
+            self._unload_guests(client)
+            client.reload()
+        print(f"budget: {budget / MIB:.1f} MiB", flush=True)
+
+    def _unload_guests(self, client: Client) -> None:
+        for name in self._guests:
+            client.unload(name)
+
     def _storm(self) -> None:
         targets = [Target(model.name, model.dense, cut=bool(model.table)) for model in self._models.values()]
         events = plan(self.seed, self.seconds, self.faults, targets)
         members = [self._member(number) for number in range(CLIENTS)]
+        self._launch_guests()
         injector = Injector(self._service, self._fleet, self._models, MAX_QUEUE, self._member, members)
         self._report.strikes = injector.strikes
         self._report.skipped = injector.skipped
@@ -232,6 +261,10 @@ class Run:
     # --- helpers ------------------------------------------------------------------------------------------------
 
     def _held(self, when: str) -> dict[str, Usage]:
+        """Wait until the service is idle, with the guests unloaded and all other models loaded; return its use."""
+        with Client(self._service.unix_address, timeout=START_LIMIT_S) as client:
+            self._unload_guests(client)
+            client.load(ON_DEMAND)
         held = self._service.in_quiet(SETTLE_LIMIT_S)
         print(*(f"{name:<7} {when}: {each}" for name, each in held.items()), sep="\n", flush=True)
         return held
@@ -248,6 +281,25 @@ class Run:
         )
         return self._fleet.launch(name or f"client{number}", orders)
 
+    def _launch_guests(self) -> list[ClientProcess]:
+        """Start a client of the guests on each transport."""
+        addresses = self._service.unix_address, self._service.zmq_address
+        return [
+            self._fleet.launch(
+                "guests",
+                ClientPlan(
+                    address,
+                    self._guests,
+                    f"{self.seed} guests {number}",
+                    guests.IN_FLIGHT,
+                    cancels=Fault.CANCEL in self.faults,
+                    visit=guests.VISIT,
+                    pause_s=guests.PAUSE_S,
+                ),
+            )
+            for number, address in enumerate(addresses)
+        ]
+
     def _check_alive(self, injector: Injector) -> None:
         status = self._service.ended()
         if status is not None:
@@ -260,9 +312,11 @@ class Run:
 
     def _status(self) -> StatusResponse | None:
         try:
-            return self._service.status()
+            status = self._service.status()
         except RequestError:
             return None
+        self._problems += guests.unbalanced(status)
+        return status
 
     def _progress(self, elapsed: float, injector: Injector) -> str:
         ill = sorted({strike.model or "daemon" for strike in injector.recovering})

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +25,7 @@ from testkit.waiting import until
 from weightd import Client, RequestError
 from weightd_protocol.messages.status import GenerationStatus, ProcessStatus, StatusResponse
 
+from . import guests
 from .resources import Usage, usage
 
 STOP_LIMIT_S = 60.0
@@ -87,6 +88,11 @@ class Service:
         self._models[model] = {**self._models.get(model, {}), **changes}
         self._write()
 
+    def limit_memory(self, nbytes: int) -> None:
+        """Write the configuration file with this budget for models."""
+        self._daemon["max_model_bytes"] = nbytes
+        self._write()
+
     def drop(self, model: str) -> None:
         """Write the configuration file without a model."""
         del self._models[model]
@@ -124,10 +130,15 @@ class Service:
         """Return warnings and errors of all daemons, and all output that is no log line."""
         return [
             f"{number}: {line}"
-            for number in range(1, self._starts + 1)
-            for line in (self.workspace / f"weightd.{number}.log").read_text("utf-8", "replace").splitlines()
+            for number, log in enumerate(self.logs(), 1)
+            for line in log.splitlines()
             if not _ROUTINE.match(line)
         ]
+
+    def logs(self) -> Iterator[str]:
+        """Yield the log of each daemon."""
+        for number in range(1, self._starts + 1):
+            yield (self.workspace / f"weightd.{number}.log").read_text("utf-8", "replace")
 
     def ended(self) -> int | None:
         """Return the daemon's exit status, None while it runs."""
@@ -251,7 +262,9 @@ class Service:
         models = [
             name
             for name, table in self._models.items()
+            # The daemon loads and evicts guests all the time.
             if not (table.get("load") == "on_demand" and states[name] == "unloaded")
+            and not (name in guests.NAMES and states[name] != "failed")
             and (states[name] != "serving" or len(ready_workers(status, name)) != _workers(table))
         ]
         return sorted(models) + ["proxy"] * ("proxy" not in self.front())

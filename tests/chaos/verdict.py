@@ -13,7 +13,7 @@ from weightd_daemon.scheduling.fault_isolation.offenders import (
     OFFENSE_RETENTION_S,
 )
 
-from . import cut
+from . import cut, guests
 from .kinds import BLAMING, LETHAL, ON_DEMAND, PROXIES, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
@@ -85,6 +85,11 @@ def _not_loaded(incident: Incident, strikes: Sequence[Strike]) -> bool:
     return _late(incident) and incident.model == ON_DEMAND and _during(*faults)(incident, strikes)
 
 
+def _no_room(incident: Incident, _: Sequence[Strike]) -> bool:
+    """The model that loads on demand does not fit beside the present memory of the models that are never evicted."""
+    return incident.model in (ON_DEMAND, *guests.NAMES) and "cannot be unloaded" in incident.text
+
+
 def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """At the deadline, the old rank group had exited, as no ports are free for two, and the new one was not ready."""
     return _late(incident) and incident.model == cut.NAME and _during(Fault.UPDATE, Fault.RELOAD)(incident, strikes)
@@ -152,7 +157,13 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
         _not_forked,
         _not_loaded,
     ),
-    "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True), _poisoned, _suspected),
+    "RESOURCE_EXHAUSTED": (
+        _during(Fault.FLOOD),
+        _during(Fault.DEAF_CROWD, everywhere=True),
+        _poisoned,
+        _suspected,
+        _no_room,
+    ),
     "INTERNAL": (_two_deaths, _poisoned, _suspected),
     "CANCELLED": (_cancelled,),
     # The weights were overwritten during the request; weightd only guarantees to detect that soon.
