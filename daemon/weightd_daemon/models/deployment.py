@@ -399,6 +399,7 @@ class Deployment(DeploymentView):
         """
         if self.serving is not None:
             self.admission.memory.on_serving(self.serving.label)
+        self.placement.mark_leaving([generation.label for generation in self.draining])
         for generation in self.draining:
             self.admission.memory.on_leaving(generation.label)
         self._actions += [

@@ -297,6 +297,14 @@ def test_waits_for_memory_of_draining_model(caplog: pytest.LogCaptureFixture) ->
     assert harness.wake_count == 1
 
 
+def test_waits_for_memory_of_failed_generation() -> None:
+    failing = DeploymentHarness(capacity=GENERATION_BYTES).snapshot_taken().fail_build("m.1", "broken")
+    harness = DeploymentHarness(device=failing.device, first=2).snapshot_taken()
+    assert (harness.deployment.has_failed, harness.loading) == (False, "m.2")
+    failing.exit_all("m.1")
+    assert (harness.wake_count, list(harness.device.reserved)) == (1, [])
+
+
 def test_late_deployment_is_rejected_after_release() -> None:
     leaving, harness = waiting()
     other = DeploymentHarness(device=leaving.device, first=3).snapshot_taken()
