@@ -389,6 +389,25 @@ def fake_growth(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     monkeypatch.setattr(session_module, "private_bytes", lambda: sizes.pop(0))
 
 
+class PagesEngine(FakeEngine):
+    """An engine that records for each build whether pages may be shared."""
+
+    def __init__(self, answer: Answer, signature: ModelSignature) -> None:
+        super().__init__(answer, signature)
+        self.builds: List[bool] = []
+
+    def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
+        self.builds.append(self.shares_pages)
+        super().build(model, pids=pids, handle=handle)
+
+
+@pytest.mark.parametrize("handle", ["7", ""])
+def test_worker_shares_pages_only_of_a_store(handle: str) -> None:
+    engine = PagesEngine(twice, SIGNATURE)
+    play(engine, encode(Attach(handle, CASES)), STOP)
+    assert engine.builds == [bool(handle)]
+
+
 def test_template_passes_its_model_instead_of_exporting(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_growth(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
@@ -417,11 +436,14 @@ def test_conditions_that_rule_out_a_template(
 ) -> None:
     fake_growth(monkeypatch, nbytes)
 
-    monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
+    monkeypatch.setattr(FakeEngine, "is_stochastic", lambda *_: draws)
     forker = FakeForker(refusal)
-    _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
+    engine = PagesEngine(sequence(*answers * 6), SIGNATURE)
+    _, socket = play(engine, BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
+    # The build for a template cannot share pages, so the model is built again. Random operators are known before.
+    assert engine.builds == ([True] if draws else [False, True] if handle else [False])
     unshared = "sharing 31 MiB among 2 processes would save 31 MiB, and the holder would use 32 MiB"
     assert handle or built.note == f"weights are not shared: {unshared}"
     assert (only(Forked, socket).pid, forker.given) == (0, [])

@@ -23,11 +23,8 @@ from typing import Callable, Iterable, Iterator, Mapping, Tuple
 
 import numpy as np
 
+from weightd_worker.pagesharing import keep_blocks_in_heap
 from weightd_worker.pagesharing.libc import PAGE, libc, unsupported_reason
-
-# Size in bytes from which malloc puts a block in a separate mapping, with new pages for each allocation. glibc before
-# 2.35 accepts no larger threshold.
-_MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 
 # Maximum number of bytes by which retained memory may increase the private memory of the process.
 MAX_RETAINED_BYTES = 64 * 1024 * 1024
@@ -53,7 +50,7 @@ class MallocTuner:
     def retain_freed_memory(self) -> None:
         """Retain freed memory from now on. Call it after the weights are shared."""
         if not unsupported_reason():
-            libc().set_mmap_threshold(_MMAP_THRESHOLD_BYTES)
+            keep_blocks_in_heap()
             libc().set_trim_threshold(MAX_RETAINED_BYTES)
             self._is_retaining = True
             self._baseline_bytes = private_bytes()

@@ -86,6 +86,9 @@ class Engine(abc.ABC):
     was_rebuilt_larger: bool = False
     """Whether the engine itself has built the model again for larger shapes since the last call of `build`. Callers may
     reset this to False."""
+    shares_pages: bool = True
+    """Whether pages of the next build may be shared through a page store. Callers set this to False if workers are
+    forked from this process, or if nothing is shared: an engine may then build faster."""
     should_rebuild_per_shape: bool = False
     """Whether the engine builds the model again whenever the shapes of the inputs change. Callers set this if answers
     depend on the shapes of earlier predicts."""
@@ -164,9 +167,13 @@ class Engine(abc.ABC):
         """
         return 1
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether predicts may draw random numbers. Processes forked from this one would draw the same numbers."""
+    def is_stochastic(self, model: str) -> bool:
+        """Return whether predicts may draw random numbers. Processes forked from this one would draw the same numbers.
+
+        Args:
+            model: path of the model file. The model need not be built.
+        """
+        del model
         return False
 
     @abc.abstractmethod

@@ -14,6 +14,7 @@ from weightd_common.modelfiles.protobuf import Malformed, Span, fields
 from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_worker import pagesharing
 from weightd_worker.engines.cpu import CpuEngine
 from weightd_worker.engines.engine import (
     Arrays,
@@ -80,7 +81,10 @@ class OnnxRuntime(CpuEngine):
         # With memory patterns, the library would allocate one block for all memory of a predict. That is not faster,
         # takes more memory, and the library would keep a plan for each set of shapes.
         options.enable_mem_pattern = False
-        self._start_build(handle)
+        if self.shares_pages:
+            self._start_build(handle)
+        else:
+            pagesharing.keep_blocks_in_heap()
         try:
             _make_arena()
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -89,7 +93,6 @@ class OnnxRuntime(CpuEngine):
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         has_ambiguous_ranks = not all(each.shape for each in (*inputs, *outputs))
         scalars: AbstractSet[str] = scalar_names(Path(model)) if has_ambiguous_ranks else set()
-        self._file = Path(model)
         self._signature = ModelSignature(
             tuple(_tensor_signature(each, scalars) for each in inputs),
             tuple(_tensor_signature(each, scalars) for each in outputs),
@@ -115,10 +118,9 @@ class OnnxRuntime(CpuEngine):
         """
         return self._signature
 
-    @property
-    def is_stochastic(self) -> bool:
-        """Whether the model has random operators. A forked process would draw the same random numbers."""
-        return is_stochastic(self._file)
+    def is_stochastic(self, model: str) -> bool:
+        """Return whether the model has random operators. A forked process would draw the same random numbers."""
+        return is_stochastic(Path(model))
 
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the model. The outputs are new arrays."""

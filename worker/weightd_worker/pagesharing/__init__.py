@@ -55,9 +55,11 @@ weights differently and fewer pages are equal.
 from .chunks import MIN_BLOCK_BYTES, MappingStarts
 from .libc import PageSharingUnavailable
 from .sharing import (
+    MAX_MMAP_THRESHOLD_BYTES,
     PageSharingResult,
     attach_pages,
     export_pages,
+    keep_blocks_in_heap,
     mmap_threshold_bytes,
     prepare,
     prepare_fork,
@@ -67,6 +69,7 @@ from .sharing import (
 from .store import evict, is_on_disk, prefetch, resident_bytes
 
 __all__ = [
+    "MAX_MMAP_THRESHOLD_BYTES",
     "MIN_BLOCK_BYTES",
     "MappingStarts",
     "PageSharingResult",
@@ -75,6 +78,7 @@ __all__ = [
     "evict",
     "export_pages",
     "is_on_disk",
+    "keep_blocks_in_heap",
     "mmap_threshold_bytes",
     "prefetch",
     "prepare",

@@ -23,6 +23,9 @@ from .store import NewStore, OpenStore, offset_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+MAX_MMAP_THRESHOLD_BYTES = 32 << 20
+"""The largest size that glibc before 2.35 accepts as the size from which malloc puts blocks in separate mappings."""
+
 _MIN_ZERO_PAGES = 16
 """Minimum number of consecutive pages of zeros that are freed. Shorter runs of such pages are shared like other pages,
 because leaving them out would split a mapping in two."""
@@ -96,6 +99,16 @@ def _mapping_starts() -> Optional[chunks.MappingStarts]:
         return chunks.mapping_starts()
     except OSError:
         return None
+
+
+def keep_blocks_in_heap() -> None:
+    """Make malloc put blocks in its heap, whose freed memory it uses again, instead of in separate mappings.
+
+    A build allocates and frees several blocks for each weight, and the kernel clears each page of a new mapping.
+    Without such mappings, ONNX Runtime builds a model of 192 MiB in half the time. Its pages cannot be shared.
+    """
+    if not unsupported_reason():
+        libc().set_mmap_threshold(MAX_MMAP_THRESHOLD_BYTES)
 
 
 def mmap_threshold_bytes() -> Optional[int]:

@@ -125,8 +125,14 @@ class ModelBuilder:
         # Drop the answers: all memory of this process is shared as if it were weights, and workers do not need them.
         return BuiltModel(reference._replace(answers=()), row_support, first_case)
 
+    def rebuild_for_pages(self, order: Build) -> None:
+        """Build the model of a holder again, so that its pages can be shared."""
+        self._engine.shares_pages = True
+        self._build(pids=order.engine_pids)
+
     def build_worker(self, order: Attach) -> None:
         """Build the model of a worker for the holder's handle, and run the same first predict as the holder."""
+        self._engine.shares_pages = bool(order.handle)
         build = functools.partial(self._build, handle=order.handle)
         build()
         self.load_sample()

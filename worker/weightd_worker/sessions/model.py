@@ -122,7 +122,7 @@ class WorkerSession(Session):
         self._batch_guard = self._predictor.batch_guard
         self._builder = ModelBuilder(engine, model_inputs, self._announce_selftest)
         self._engine = engine
-        self._store_path = model_inputs.store
+        self._model_path, self._store_path = model_inputs.model, model_inputs.store
         self._tolerance = model_inputs.tolerance
         self._origin = origin
         self._sharing_plan = sharing_plan
@@ -192,10 +192,14 @@ class WorkerSession(Session):
             BuildError: the model cannot be built, or sharing the weights has changed an answer.
         """
         engine, builder = self._engine, self._builder
+        forker = self._sharing_plan.forker
+        if forker is not None and engine.is_stochastic(self._model_path):
+            forker = None
+        engine.shares_pages = forker is None
         bytes_before = private_bytes()
         reference, row_support, first_case = builder.build_holder(order)
         engine.release_cached_memory()
-        shared_weights = self._share_weights(reference, bytes_before)
+        shared_weights = self._share_weights(order, forker if reference.digest else None, bytes_before)
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
             if builder.prefer_holder_answers(builder.run_selftest(reference.cases)).digest != reference.digest:
@@ -231,13 +235,17 @@ class WorkerSession(Session):
         self._has_load_memory = True
         self._idle_timeout_s = _PENDING_WORK_DELAY_S
 
-    def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
+    def _share_weights(self, order: Build, forker: Optional[Forker], bytes_before: int) -> SharedWeights:
         """Share the built model: as a template from which workers are forked if possible, otherwise by the engine.
 
         A process whose model draws random numbers must not become a template, because all workers forked from it would
         draw the same numbers. A model without a repeatable self-test may draw random numbers, too.
+
+        Args:
+            order: the order to build the model.
+            forker: forks workers; None if this process must not become a template.
+            bytes_before: the private memory of this process before the build.
         """
-        forker = self._sharing_plan.forker if reference.digest and not self._engine.is_stochastic else None
         reason = forker.cannot_fork_reason() if forker is not None else ""
         if reason:
             _log.info("workers are not forked from this process: %s", reason)
@@ -254,6 +262,8 @@ class WorkerSession(Session):
             )
             return SharedWeights("", 0, text)
         if forker is None:
+            if not self._engine.shares_pages:
+                self._builder.rebuild_for_pages(order)
             return self._engine.sharing.export(self._store_path)
         self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)
         return SharedWeights("", built_bytes, "")
