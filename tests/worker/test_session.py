@@ -434,9 +434,11 @@ def test_template_passes_its_model_instead_of_exporting(monkeypatch: pytest.Monk
 def test_conditions_that_rule_out_a_template(
     monkeypatch: pytest.MonkeyPatch, refusal: str, answers: List[Any], draws: bool, nbytes: int, handle: str
 ) -> None:
-    fake_growth(monkeypatch, nbytes)
+    def is_stochastic(_: FakeEngine, model: str) -> bool:
+        return draws and model == FILES.model
 
-    monkeypatch.setattr(FakeEngine, "is_stochastic", lambda *_: draws)
+    fake_growth(monkeypatch, nbytes)
+    monkeypatch.setattr(FakeEngine, "is_stochastic", is_stochastic)
     forker = FakeForker(refusal)
     engine = PagesEngine(sequence(*answers * 6), SIGNATURE)
     _, socket = play(engine, BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))

@@ -122,8 +122,7 @@ class WorkerSession(Session):
         self._batch_guard = self._predictor.batch_guard
         self._builder = ModelBuilder(engine, model_inputs, self._announce_selftest)
         self._engine = engine
-        self._model_path, self._store_path = model_inputs.model, model_inputs.store
-        self._tolerance = model_inputs.tolerance
+        self._model_inputs = model_inputs
         self._origin = origin
         self._sharing_plan = sharing_plan
         # The built model that forked workers inherit; None if this process is not a template.
@@ -193,7 +192,7 @@ class WorkerSession(Session):
         """
         engine, builder = self._engine, self._builder
         forker = self._sharing_plan.forker
-        if forker is not None and engine.is_stochastic(self._model_path):
+        if forker is not None and engine.is_stochastic(self._model_inputs.model):
             forker = None
         engine.shares_pages = forker is None
         bytes_before = private_bytes()
@@ -264,7 +263,7 @@ class WorkerSession(Session):
         if forker is None:
             if not self._engine.shares_pages:
                 self._builder.rebuild_for_pages(order)
-            return self._engine.sharing.export(self._store_path)
+            return self._engine.sharing.export(self._model_inputs.store)
         self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)
         return SharedWeights("", built_bytes, "")
 
@@ -309,9 +308,12 @@ class WorkerSession(Session):
             answer_before = answer = builder.run_selftest(order.selftest_cases)
             shared_weights = SharedWeights("", inherited_model.shared_bytes, "")
         reference = builder.prefer_holder_answers(answer)
-        is_repeatable = selftest.difference(answer_before, answer) <= self._tolerance
+        is_repeatable = selftest.difference(answer_before, answer) <= self._model_inputs.tolerance
         self._predictor.verifier = AnswerVerifier(
-            engine, reference if is_repeatable else reference._replace(digest=""), builder.sample, self._tolerance
+            engine,
+            reference if is_repeatable else reference._replace(digest=""),
+            builder.sample,
+            self._model_inputs.tolerance,
         )
         self._configure_batching(order)
         # A worker that was forked from a template has the same memory as the holder, so its answers need not be
