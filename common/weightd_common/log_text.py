@@ -48,6 +48,8 @@ def format_mib(nbytes: int) -> str:
 
 def to_one_line(text: str) -> str:
     """Return text from outside of weightd on one line. Characters that could affect a terminal are escaped."""
+    if text.isprintable():
+        return text.strip()
     lines = (line.strip() for line in text.replace("\t", " ").splitlines())
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
 
