@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
+
+import numpy as np
 
 from benchmarks import material
 from benchmarks.lifecycle.material import WIDTH, FactorModels
 from benchmarks.material import TINY, TINY_WIDTH, Reference
 from benchmarks.report import median_over_blocks, progress
-from benchmarks.rounds import BackgroundThread, seconds_of
+from benchmarks.rounds import seconds_of
 from testkit.plain import PlainProcess
 from testkit.service import Service
 
@@ -18,6 +23,7 @@ ROUNDS = 8
 REQUESTS = 1000  # per block
 _MODELS, _MIB = 6, 30
 _BUDGET_MODELS = 2  # that fit into the budget
+_CHILD = Path(__file__).with_name("loading_child.py")
 
 
 class HotModel(NamedTuple):
@@ -62,7 +68,6 @@ def measure(engine: str, rounds: int = ROUNDS) -> HotModel:
             progress(f"hot model, round {number + 1} of {rounds}")
             alone.append(seconds_of(lambda each: client.infer("hot", each), inputs, REQUESTS, reference.check))
             with LoadingClient(service, list(others.paths)) as churn:
-                churn.answered.wait()
                 loading.append(seconds_of(lambda each: client.infer("hot", each), inputs, REQUESTS, reference.check))
             loads += churn.count
             seconds += sum(loading[-1])
@@ -76,30 +81,36 @@ def measure(engine: str, rounds: int = ROUNDS) -> HotModel:
     )
 
 
-class LoadingClient(BackgroundThread):
-    """A client in a thread that requests the models in turn, so that each request loads one, until the block ends.
+class LoadingClient:
+    """A client process that requests the models in turn, so that each request loads one, until the block ends.
+
+    It is a process of its own, because a thread would share the interpreter lock with the measured client.
 
     Attributes:
-        count: the requests that were answered.
-        answered: set after the first answer.
+        count: the requests that were answered during the block.
     """
 
     def __init__(self, service: Service, models: list[str]) -> None:
-        super().__init__()
-        self._service = service
+        self._address = service.address
         self._models = models
         self.count = 0
-        self.answered = threading.Event()
 
-    def _run(self) -> None:
+    def __enter__(self) -> LoadingClient:
         [x] = material.inputs(WIDTH, count=1)
-        try:
-            with self._service.client() as client:
-                for name in itertools.cycle(self._models):
-                    client.infer(name, x)
-                    self.count += 1
-                    self.answered.set()
-                    if self._stop.is_set():
-                        return
-        finally:
-            self.answered.set()  # an error ends the wait for the first answer
+        with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+            np.save(file, x["x"])
+            file.flush()
+            command = [sys.executable, str(_CHILD), self._address, file.name, *self._models]
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert self._process.stdout
+            if not self._process.stdout.readline():
+                raise RuntimeError("the client that loads models has failed")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        is_running = self._process.poll() is None
+        self._process.kill()
+        output, _ = self._process.communicate()
+        self.count = output.count("\n")
+        if error is None and not is_running:
+            raise RuntimeError("the client that loads models has failed")
