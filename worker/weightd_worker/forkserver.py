@@ -14,6 +14,7 @@ import sys
 from typing import Any, List
 
 from weightd_common import process_start
+from weightd_common.process_attributes import enter_load_priority
 from weightd_common.process_start import die_with_named_parent
 
 if __name__ == "__main__":
@@ -49,6 +50,8 @@ def main() -> int:
     arguments = _parser().parse_args(child_arguments.read_arguments())
     process_state = main_loop.prepare_process()
     main_loop.attach_to_parent(_ROLE, arguments.parent, process_state)
+    # A fork is a part of a load. Forked processes inherit the priority; workers leave it when they are loaded.
+    enter_load_priority(process_state.nice)
     forker = main_loop.make_forker(arguments.parent, process_state)
     try:
         # Make an engine only to import the engine's modules; the engine itself is not used.

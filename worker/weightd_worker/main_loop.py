@@ -188,7 +188,10 @@ def _run_session(
             arguments.sharer_count, make_forker(arguments.parent, process_state) if is_template else None
         ),
     )
-    return session.run(sha256)
+    status = session.run(sha256)
+    # The kernel frees the memory of the model when this process exits, which must not delay requests either.
+    enter_load_priority(process_state.nice)
+    return status
 
 
 def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -> int:
