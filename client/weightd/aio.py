@@ -269,12 +269,8 @@ class AsyncClient(Uncopied):
     # --- within -------------------------------------------------------------------------------------------------
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Check that the client is usable in this process and event loop.
-
-        Return timeout and grace period in seconds.
-        """
+        """Check that the client is usable in this process. Return timeout and grace period in seconds."""
         self._session.check_usable()
-        self._transport.running_loop()
         return self._session.resolve_timeout(timeout)
 
     async def _ensure_connected(self, timeout: Optional[float]) -> None:

@@ -225,11 +225,12 @@ class AsyncTransport:
     async def send_and_wait(self, prepared: PreparedCall, deadline: float, answer_deadline: float) -> Any:
         """Send the message of a call by `deadline`, and return the response, which must arrive by `answer_deadline`."""
         call, frames = prepared
+        waits = self._running_waits()
         try:
             if frames:
                 await self._send(frames, deadline, call)
             if not call.done:
-                answered = self._running_waits().new(answer_deadline)
+                answered = waits.new(answer_deadline)
                 call.add_done_callback(answered.end)
                 if not await answered:
                     raise self._session.answer_timeout_error()
@@ -259,7 +260,8 @@ class AsyncTransport:
                     self._read()
                 raise session.protocol_error or error from None
         connection = session.connection
-        self._on_sent(connection)
+        if target_sent or not connection.is_level_triggered:
+            self._on_sent(connection)
         while connection.sent_count < target_sent and not connection.closed:
             await self._wait_for_change(deadline, session.send_timeout_error)
 
@@ -272,6 +274,7 @@ class AsyncTransport:
     async def ensure_writable(self, deadline: float) -> None:
         """Wait until the client is connected and no data is waiting to be sent. Connect first if necessary."""
         session = self._session
+        self.running_loop()
         while True:
             session.check_usable()
             connection = session.connection
@@ -298,7 +301,8 @@ class AsyncTransport:
             self._notify_waiters()
         self._session.on_connected(connection)
         for descriptor in connection.descriptors:
-            self.running_loop().add_reader(descriptor, self._on_readable)
+            waits = self._running_waits()
+            waits.loop.add_reader(descriptor, waits.wake_tasks, self._read)
 
     async def _new_connection(self, deadline: float) -> DaemonConnection:
         steps = self._session.connect_steps()
@@ -334,9 +338,6 @@ class AsyncTransport:
             self._read()
         self._update_writer()
 
-    def _on_readable(self) -> None:
-        self._running_waits().wake_tasks(self._read)
-
     def _read(self) -> None:
         """Process the received messages. If the connection is lost, fail all calls."""
         session = self._session
@@ -345,7 +346,8 @@ class AsyncTransport:
             while True:
                 for message in connection.receive():
                     self._core.on_message(message.frames)
-                self._flush()
+                if connection.unsent_count:
+                    self._flush()
                 if connection.is_idle():
                     break
         except BaseException as error:

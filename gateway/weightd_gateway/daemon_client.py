@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from numpy.typing import NDArray
 
@@ -121,16 +121,17 @@ class DaemonClient:
 
     async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
         """Return the outputs of the model. Cancelling the task cancels the request at the daemon."""
-        client = self._client(caller)
-        return await _await_response(
-            client.infer(
+        client = self._clients.get(caller.tenant) or self._client(caller)
+        try:
+            return await client.infer(
                 request.model,
                 request.inputs,
                 outputs=request.outputs,
                 timeout=request.timeout,
                 priority=request.priority,
             )
-        )
+        except WeightdError as error:
+            _raise_request_error(error)
 
     def allocate(self, caller: Caller, nbytes: int) -> Any:
         """Return a byte array for receiving a request; arrays in this memory are sent to the daemon without a copy."""
@@ -161,15 +162,20 @@ async def _await_response(response: Awaitable[T]) -> T:
     try:
         return await response
     except WeightdError as error:
-        wanted = to_request_error(error)
-        try:
-            if wanted is error:
-                raise
-            raise wanted from error
-        finally:
-            # The error's traceback refers to this frame, and the variable would refer to the error. Such a cycle would
-            # keep the body of the request in memory until the next garbage collection.
-            del wanted
+        _raise_request_error(error)
+
+
+def _raise_request_error(error: WeightdError) -> NoReturn:
+    """Raise the error of the client as a `RequestError`, within its `except` clause."""
+    wanted = to_request_error(error)
+    try:
+        if wanted is error:
+            raise error
+        raise wanted from error
+    finally:
+        # The error's traceback refers to this frame, and the variables would refer to the error. Such a cycle would
+        # keep the body of the request in memory until the next garbage collection.
+        del wanted, error
 
 
 class _Latest(Generic[T]):

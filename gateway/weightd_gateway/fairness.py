@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable
+from collections import deque
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 from weightd_common.rate_limits import RoundRobinQueue
@@ -84,7 +83,7 @@ class FairLimit:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._count_by_caller: Counter[str | Caller] = Counter()
+        self._count_by_caller: dict[str | Caller, int] = {}
         self.in_use = 0
 
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
@@ -97,8 +96,8 @@ class FairLimit:
         if free < 0:
             return False
         if caller is not None:
-            key = caller if isinstance(caller, str) else caller.tenant or caller
-            count_before = self._count_by_caller[key]
+            key = caller.tenant or caller if type(caller) is Caller else caller
+            count_before = self._count_by_caller.get(key, 0)
             if count_before > held and count_before + count > _MAX_TIMES_FREE * free:
                 return False
             self._count_by_caller[key] = count_before + count
@@ -109,10 +108,12 @@ class FairLimit:
         """Give back `count` units."""
         self.in_use -= count
         if caller is not None:
-            key = caller if isinstance(caller, str) else caller.tenant or caller
-            self._count_by_caller[key] -= count
-            if not self._count_by_caller[key]:
-                del self._count_by_caller[key]
+            key = caller.tenant or caller if type(caller) is Caller else caller
+            count_left = self._count_by_caller.get(key, 0) - count
+            if count_left:
+                self._count_by_caller[key] = count_left
+            else:
+                self._count_by_caller.pop(key, None)
 
 
 # Seconds after which a rejected caller should retry. By then, some of the requests in flight have probably ended.
@@ -147,21 +148,15 @@ class AdmissionControl:
         """Number of bytes that are reserved for requests and responses."""
         return self._byte_limit.in_use
 
-    @contextlib.contextmanager
-    def admit(self, caller: Caller | None) -> Generator[Permit, None, None]:
-        """Hold a permit for a request within the block. For the caller None, only the total of all callers is limited.
+    def admit(self, caller: Caller | None) -> Permit:
+        """Return a permit for a request, to be used in a `with` block. For None, only the total of all is limited.
 
         Raises:
             ResourceExhausted: the limit of requests, or the caller's share of it, is reached.
         """
         if not self._request_limit.take(caller):
             raise _exhausted(f"its share of {self.max_requests} requests", "max_in_flight")
-        permit = Permit(self._byte_limit, self._max_bytes, caller)
-        try:
-            yield permit
-        finally:
-            self._request_limit.release(caller)
-            permit.release()
+        return Permit(self._byte_limit, self._max_bytes, caller, self._request_limit)
 
     def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
         """Return a permit for the bytes of a response. Release the permit after the response has been sent.
@@ -176,19 +171,31 @@ class AdmissionControl:
 
 
 class Permit:
-    """Permission to process a request; counts the bytes that are reserved for the request.
+    """Permission to process a request, or to send a response; counts the bytes that are reserved for it.
+
+    The permit is released at the end of a `with` block.
 
     Args:
         byte_limit: counts the reserved bytes of all requests.
         max_bytes: maximum of the reserved bytes of all requests.
         caller: the caller of the request.
+        request_limit: counts the requests, if the permit counts as one.
     """
 
-    def __init__(self, byte_limit: FairLimit, max_bytes: int, caller: Caller | None) -> None:
+    def __init__(
+        self, byte_limit: FairLimit, max_bytes: int, caller: Caller | None, request_limit: FairLimit | None = None
+    ) -> None:
         self._byte_limit = byte_limit
         self._max_bytes = max_bytes
         self._caller = caller
+        self._request_limit = request_limit
         self._nbytes = 0
+
+    def __enter__(self) -> Permit:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     @property
     def reserved_bytes(self) -> int:
@@ -209,7 +216,10 @@ class Permit:
         self._nbytes += nbytes
 
     def release(self) -> None:
-        """Release all bytes of the permit."""
+        """Release all bytes of the permit, and its place among the requests. Further calls have no effect."""
+        request_limit, self._request_limit = self._request_limit, None
+        if request_limit is not None:
+            request_limit.release(self._caller)
         self._byte_limit.release(self._caller, self._nbytes)
         self._nbytes = 0
 
@@ -282,11 +292,10 @@ class FairRunner:
 
     def run(self, key: str, work: Work) -> None:
         """Run work of a peer now or, if this pass of the event loop has no time left, at the peer's turn."""
-        if self._time_left_s > 0.0 and not self._waiting:
-            self._run_timed(work)
-        else:
+        if self._is_scheduled:
             self._waiting.put(key, work)
-        self._schedule()
+        else:
+            self._run_timed(work)
 
     def _on_pass(self) -> None:
         self._is_scheduled = False
@@ -295,11 +304,12 @@ class FairRunner:
             while self._waiting and self._time_left_s > 0.0:
                 self._run_timed(self._waiting.take())
         finally:
-            self._schedule()
+            if self._waiting:
+                self._schedule()
 
     def _schedule(self) -> None:
-        """Schedule the next pass if it has something to do: a pass costs as much as parsing a request."""
-        if not self._is_scheduled and (self._time_left_s <= 0.0 or self._waiting):
+        """Let further work wait for the next pass. An unneeded pass would cost more than parsing a request."""
+        if not self._is_scheduled:
             self._is_scheduled = True
             self._call_soon(self._on_pass)
 
@@ -309,3 +319,5 @@ class FairRunner:
             work()
         finally:
             self._time_left_s -= self._clock() - started_at
+            if self._time_left_s <= 0.0:
+                self._schedule()

@@ -24,7 +24,7 @@ from weightd_protocol.schema import describe_value, label
 Array = NDArray[Any]
 
 DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NUMPY_DTYPE.items()}
-_DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
+DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
 
 # Python types of values in JSON or typed lists that each kind of numpy dtype accepts. The types are compared exactly,
 # because bool is a subclass of int.
@@ -54,7 +54,7 @@ _RAW_ONLY = frozenset({"FP16"})
 
 def datatype_of(array: Array) -> str:
     """Return the protocol's datatype of an array."""
-    return _DATATYPES[array.dtype]
+    return DATATYPES[array.dtype]
 
 
 def nbytes_of(name: str, datatype: object, shape: object) -> int:

@@ -90,7 +90,11 @@ def _path_below_root(scope: Scope) -> str:
 
 async def send_reply(reply: HttpReply, method: str, send: Send) -> None:
     """Send the response to a request with this method in one message: a server may copy each message."""
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.fields()]
+    headers = [
+        (b"content-type", reply.content_type.encode("latin-1")),
+        (b"content-length", b"%d" % reply.body_length),
+        *[(name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()],
+    ]
     try:
         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         body = b"" if method == "HEAD" else b"".join(reply.content)

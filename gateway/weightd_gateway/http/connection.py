@@ -55,10 +55,6 @@ class ConnectionPhase(enum.Enum):
     LINGERING = "the client to close the connection; its data is discarded"
 
 
-# When a connection enters one of these phases, it becomes idle: it may be closed in favour of a new connection.
-_IDLE_PHASES = frozenset({ConnectionPhase.IDLE, ConnectionPhase.LINGERING})
-
-
 class HttpConnections:
     """The set of open connections; enforces the connection limit and the timeouts.
 
@@ -126,8 +122,8 @@ class HttpConnections:
         self._idle.pop(connection, None)
 
     def on_phase(self, connection: HttpConnection, phase: ConnectionPhase) -> None:
-        """Record the new phase of a connection."""
-        if phase in _IDLE_PHASES:
+        """Record the new phase of a connection. In the phases IDLE and LINGERING, it may be closed for a new one."""
+        if phase is ConnectionPhase.IDLE or phase is ConnectionPhase.LINGERING:
             if connection in self._all:
                 self._idle[connection] = None
         elif phase is not ConnectionPhase.HEADER:
@@ -176,6 +172,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         phase_started_at: when the phase began, by the clock of `HttpConnections`.
         common_name: the common name of the client certificate that TLS has verified; None without one.
         unparsed: received bytes that have not been consumed.
+        is_writable: whether the write buffer has room.
         run: the run that handles the current request; None between requests.
     """
 
@@ -194,8 +191,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Whether a call of `_parse` is scheduled.
         self._is_queued = False
         self._is_reading_paused = False
-        # While the write buffer is full, a future that gets its result when the buffer has room again; otherwise None.
-        self._writable: asyncio.Future[None] | None = None
+        self.is_writable = True
+        # Ends when the write buffer has room again.
+        self._writable: asyncio.Future[None]
 
     # --- callbacks of the event loop ---------------------------------------------------------------------------
 
@@ -230,19 +228,22 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif not self._is_queued:
             self._is_queued = True
             self._parts.fair_runner.run(self.peer.key, self._parse)
-        if self.phase is ConnectionPhase.IDLE and self.unparsed:
+        if not self.unparsed:
+            return
+        if self.phase is ConnectionPhase.IDLE:
             self.set_phase(ConnectionPhase.HEADER)
         if len(self.unparsed) > RECEIVE_BYTES and self._transport is not None and not self._is_reading_paused:
             self._is_reading_paused = True
             self._transport.pause_reading()
 
     def pause_writing(self) -> None:  # noqa: D102
+        self.is_writable = False
         self._writable = asyncio.get_running_loop().create_future()
 
     def resume_writing(self) -> None:  # noqa: D102
-        writable, self._writable = self._writable, None
-        if writable is not None and not writable.done():
-            writable.set_result(None)
+        self.is_writable = True
+        if not self._writable.done():
+            self._writable.set_result(None)
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -263,7 +264,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.run.go_on()
         elif self.phase is ConnectionPhase.IDLE:
             self.set_phase(ConnectionPhase.HEADER)
-        self._resume_reading()
+        if self._is_reading_paused:
+            self._resume_reading()
 
     async def _answer(self, exchange: HttpExchange) -> None:
         try:
@@ -301,7 +303,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             # The client has already sent its next request (pipelining). It starts at the peer's turn.
             self._is_queued = True
             self._parts.fair_runner.pipelined.run(self.peer.key, self._parse)
-        self._resume_reading()
+        if self._is_reading_paused:
+            self._resume_reading()
 
     def _refuse(self, error: HttpParserError) -> None:
         """Reply to data that is not valid HTTP, and close the connection."""
@@ -339,14 +342,9 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(content)
 
-    @property
-    def is_writable(self) -> bool:
-        """Whether the write buffer has room."""
-        return self._writable is None
-
     async def drain(self) -> None:
         """Wait until the write buffer has room, because the client has read some of the sent bytes."""
-        if self._writable is not None:
+        if not self.is_writable:
             self.set_phase(ConnectionPhase.READING)
             await self._writable
 

@@ -32,19 +32,16 @@ class ExchangeConnection(Protocol):
         unparsed: received bytes that have not been consumed.
         uid: the uid of the peer of a Unix socket; None for other connections.
         common_name: the common name of the client certificate that TLS has verified; None without one.
+        is_writable: whether the write buffer has room.
     """
 
     unparsed: bytearray
     uid: int | None
     common_name: str | None
+    is_writable: bool
 
     def write(self, content: bytes | memoryview) -> None:
         """Send bytes."""
-        ...
-
-    @property
-    def is_writable(self) -> bool:
-        """Whether the write buffer has room."""
         ...
 
     async def drain(self) -> None:
@@ -89,7 +86,7 @@ class HttpExchange(HttpRequest):
         self.is_replied = False
         # Number of bytes of the body that have not been consumed; not used for a chunked body.
         self._bytes_left = head.content_length or 0 if head.has_body else 0
-        self._is_continue_sent = False
+        self._expects_continue = head.expects_continue
         self._waiter: asyncio.Future[None] | None = None
         self._error: HttpError | None = None
         self._is_discarding = False
@@ -104,10 +101,19 @@ class HttpExchange(HttpRequest):
 
     def take(self, nbytes: int) -> bytes:
         """See `HttpRequest.take`."""
-        if self.head.expects_continue and not self._is_continue_sent:
-            self._is_continue_sent = True
+        if self._expects_continue:
+            self._expects_continue = False
             self._connection.write(_CONTINUE)
-        return self._take(nbytes)
+        if self._parser is not None:
+            body = b"".join(self._parser.chunks)
+            self._parser.chunks.clear()
+            return body
+        unparsed = self._connection.unparsed
+        # Only bytes of this request's body, not of the next request.
+        body = bytes(unparsed[: min(nbytes, self._bytes_left)])
+        self._bytes_left -= len(body)
+        del unparsed[: len(body)]
+        return body
 
     async def read_chunk(self) -> bytes:
         """See `HttpRequest.read_chunk`."""
@@ -132,20 +138,6 @@ class HttpExchange(HttpRequest):
         if not self._bytes_left:
             self._connection.end_body()
 
-    def _take(self, nbytes: int) -> bytes:
-        """Remove at most `nbytes` bytes of the body from the received data, and return them."""
-        if self._parser is not None:
-            body = b"".join(self._parser.chunks)
-            self._parser.chunks.clear()
-            return body
-        unparsed = self._connection.unparsed
-        size = min(nbytes, self._bytes_left)
-        # A view must not be left to the garbage collector, because `del` fails while one exists.
-        body = bytes(unparsed if size == len(unparsed) else unparsed[:size])
-        del unparsed[:size]
-        self._bytes_left -= len(body)
-        return body
-
     async def _wait(self) -> None:
         if self._error is not None:
             raise self._error
@@ -168,7 +160,7 @@ class HttpExchange(HttpRequest):
                 self._is_decoding = True
                 self._connection.run_fairly(self)
         elif self._is_discarding:
-            self._take(self._bytes_left)
+            self.take(self._bytes_left)
         elif self._connection.unparsed:
             self._wake()
 
@@ -204,6 +196,7 @@ class HttpExchange(HttpRequest):
     def discard_body(self) -> None:
         """Drop the rest of the body whenever data arrives."""
         self._is_discarding = True
+        self._expects_continue = False
         self.on_data()
 
     def fail_body(self, error: HttpError | None = None) -> None:
@@ -239,10 +232,11 @@ class HttpExchange(HttpRequest):
             reply.release()
 
     def _head(self, reply: HttpReply) -> bytes:
-        connection = ""
+        fields = f"content-type: {reply.content_type}\r\ncontent-length: {reply.body_length}\r\n"
+        for name in reply.headers:
+            fields += f"{name}: {reply.headers[name]}\r\n"
         if not self.keep_alive:
-            connection = "connection: close\r\n"
+            fields += "connection: close\r\n"
         elif self.head.is_http_1_0:
-            connection = "connection: keep-alive\r\n"
-        fields = "".join([f"{name}: {value}\r\n" for name, value in reply.fields()])
-        return f"{_STATUS_LINES[reply.status]}{fields}{connection}\r\n".encode("latin-1")
+            fields += "connection: keep-alive\r\n"
+        return f"{_STATUS_LINES[reply.status]}{fields}\r\n".encode("latin-1")

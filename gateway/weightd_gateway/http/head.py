@@ -246,6 +246,7 @@ class HeadReader:
         # The last head that arrived in one part and has no chunked body, and its bytes.
         self._last: ReceivedHead | None = None
         self._last_bytes = b""
+        self._last_size = 0
 
     def read(self, data: bytearray) -> tuple[ReceivedHead, RequestParser | None] | None:
         """Remove the head of a request from `data`; return None if the head is incomplete.
@@ -256,7 +257,7 @@ class HeadReader:
             HttpParserError: the data is not valid HTTP, or a limit is exceeded.
         """
         if self._last is not None and self._parser is None and data.startswith(self._last_bytes):
-            del data[: len(self._last_bytes)]
+            del data[: self._last_size]
             return self._last, None
         parser, self._parser = self._parser, None
         first = b""
@@ -273,4 +274,5 @@ class HeadReader:
             return head, parser
         is_kept = len(first) <= _MAX_KEPT_BYTES and first.endswith(_END)
         self._last, self._last_bytes = (head, first) if is_kept else (None, b"")
+        self._last_size = len(self._last_bytes)
         return head, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from pickle import PickleBuffer
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 from weightd_gateway import tensors
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
-from weightd_gateway.daemon_client import InferenceRequest
+from weightd_gateway.daemon_client import InferenceRequest, InferenceResult
 from weightd_gateway.fairness import Permit
 from weightd_gateway.http import infer_json, infer_response
 from weightd_gateway.http.head import HEADER_LENGTH
 from weightd_gateway.http.infer_json import InferRequestJson, InputJson, OutputJson
-from weightd_gateway.http.messages import BINARY, JSON, HttpReply, HttpRequest, read_body
+from weightd_gateway.http.infer_response import WriteOutput
+from weightd_gateway.http.messages import BINARY, HttpReply, HttpRequest, read_body
 from weightd_protocol.errors import InvalidArgument
 
 Array = tensors.Array
@@ -56,11 +57,13 @@ class HttpInference:
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
             content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
-            parsed = await self._read_json(caller, header, model, request_permit)
+            if len(header) <= PARSER_PROCESS_BYTES:
+                parsed = infer_json.read(header, model)
+            else:
+                parsed = await self._read_long_json(caller, header, model, request_permit)
             inputs = self._make_inputs(caller, parsed, binary, request_permit)
             write_output = self._output_writer(caller, parsed)
-            # Drop the lists of input values in `parsed`, which are many times larger than the arrays in `inputs`.
-            parsed = dataclasses.replace(parsed, inputs=())
+            parsed = parsed.without_inputs
             result = await self._daemon_client.infer(
                 caller,
                 InferenceRequest(
@@ -73,30 +76,35 @@ class HttpInference:
                     parsed.id,
                 ),
             )
-            summary = infer_response.summarize(parsed.model, parsed, result, write_output)
-            buffers = summary.content
-            text = await self._render(caller, summary)
+            response = await self._encode_response(caller, parsed, result, write_output)
         # A permit reserves the bytes of the response until the client has read them, so that slow readers are limited,
         # too.
-        permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
-        if not buffers:
-            return HttpReply([text], JSON, permit=permit)
-        return HttpReply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
+        reply = HttpReply(response)
+        if len(response) > 1:
+            reply.content_type = BINARY
+            reply.headers[HEADER_LENGTH] = f"{len(response[0])}"
+        reply.permit = self._daemon_client.admission.reserve_response(caller, reply.body_length)
+        return reply
 
-    async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
-        """Parse the JSON of a request, in a parser process if it is long."""
-        if len(header) <= PARSER_PROCESS_BYTES:
-            return infer_json.read(header, model)
+    async def _read_long_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
+        """Parse the JSON of a request in a parser process."""
         # The permit also covers the copy of the header that the parser process receives.
         permit.reserve(len(header))
         return await self._parsers.run(caller, len(header), infer_json.read_values, PickleBuffer(header), model)
 
-    async def _render(self, caller: Caller, summary: infer_response.ResponseSummary) -> bytes:
-        """Return the JSON of a response, rendered in a parser process if it has many values."""
+    async def _encode_response(
+        self, caller: Caller, parsed: InferRequestJson, result: InferenceResult, write_output: WriteOutput
+    ) -> Sequence[bytes | memoryview]:
+        """Return the JSON of a response, rendered in a parser process if it has many values, and the binary data."""
+        if parsed.is_binary and parsed.outputs is None:
+            return infer_response.encode_binary(parsed, result)
+        summary = infer_response.summarize(parsed, result, write_output)
         if summary.value_count <= PARSER_PROCESS_VALUES:
-            return infer_response.render(summary.header)
-        nbytes = summary.value_count * _RENDERED_VALUE_BYTES
-        return await self._parsers.run(caller, nbytes, infer_response.render, summary.header)
+            text = infer_response.render(summary.header)
+        else:
+            nbytes = summary.value_count * _RENDERED_VALUE_BYTES
+            text = await self._parsers.run(caller, nbytes, infer_response.render, summary.header)
+        return [text, *summary.content]
 
     def _make_inputs(
         self, caller: Caller, parsed: InferRequestJson, binary: memoryview, permit: Permit
@@ -128,7 +136,7 @@ class HttpInference:
         shm_slice.region.read(shm_slice.offset, content)
         return tensors.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
-    def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> infer_response.WriteOutput:
+    def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> WriteOutput:
         """Find the shared-memory regions of outputs before the model runs; return a function that writes to them."""
         slices = {
             each.name: self._regions.resolve(caller, *_region_parameters(each.region))

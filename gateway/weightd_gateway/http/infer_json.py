@@ -76,7 +76,12 @@ class InferRequestJson:
     priority: int | None = None
     model: str = ""
 
-    @property
+    @functools.cached_property
+    def without_inputs(self) -> InferRequestJson:
+        """The request without the inputs' lists of values, which are many times larger than arrays."""
+        return dataclasses.replace(self, inputs=())
+
+    @functools.cached_property
     def output_names(self) -> Sequence[str] | None:
         """The names of the requested outputs; None: all outputs."""
         return None if self.outputs is None else [each.name for each in self.outputs]

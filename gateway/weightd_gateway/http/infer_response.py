@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +19,12 @@ from weightd_protocol.tensors import frame_of
 WriteOutput = Callable[[OutputJson, memoryview], None]
 
 
+# Number of descriptions of binary responses whose JSON is cached.
+_MAX_CACHED = 256
+
+
 def encode(
-    model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
+    form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
 ) -> tuple[bytes, Sequence[memoryview]]:
     """Return the JSON of a response and the binary data that follows it.
 
@@ -26,8 +32,50 @@ def encode(
         InvalidArgument: an output cannot be represented in JSON, or `write_output` raised it.
         TooLarge: an output is too large for JSON.
     """
-    header, content, _ = summarize(model, form, result, write_output)
+    header, content, _ = summarize(form, result, write_output)
     return render(header), content
+
+
+def encode_binary(form: InferRequestJson, result: InferenceResult) -> Sequence[bytes | memoryview]:
+    """Return the JSON of a response that has all outputs as binary data, and this data."""
+    render_json = _binary_json if form.id else _cached_binary_json
+    shapes = tuple([(name, array.dtype, array.shape) for name, array in result.items()])
+    return [render_json(_answered(form, result), form.id, shapes), *map(frame_of, result.values())]
+
+
+def _binary_json(answered: str, request_id: str, shapes: Sequence[tuple[str, Any, Sequence[int]]]) -> bytes:
+    outputs = [_binary_output(*each) for each in shapes]
+    return tensors.to_json(_response_map(answered, request_id, outputs)).encode()
+
+
+# Most responses have no id, so their JSON depends only on the shapes.
+_cached_binary_json = functools.lru_cache(maxsize=_MAX_CACHED)(_binary_json)
+
+
+def _binary_output(name: str, dtype: Any, shape: Sequence[int]) -> dict[str, Any]:
+    parameters = {"binary_data_size": math.prod(shape) * dtype.itemsize}
+    return {**_output_map(name, dtype, shape), "parameters": parameters}
+
+
+def _output_map(name: str, dtype: Any, shape: Sequence[int]) -> dict[str, Any]:
+    return {"name": name, "datatype": tensors.DATATYPES[dtype], "shape": shape}
+
+
+def _answered(form: InferRequestJson, result: InferenceResult) -> str:
+    """Return the name of the version that has answered."""
+    answered: str = getattr(result, "model", form.model)
+    return answered
+
+
+def _response_map(answered: str, request_id: str, outputs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    header: dict[str, Any] = {
+        "model_name": model_of(answered),
+        "model_version": version_of(answered),
+        "outputs": outputs,
+    }
+    if request_id:
+        header["id"] = request_id
+    return header
 
 
 class ResponseSummary(NamedTuple):
@@ -57,9 +105,7 @@ def render(header: Mapping[str, Any]) -> bytes:
     return tensors.to_json({**header, "outputs": outputs}).encode()
 
 
-def summarize(
-    model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
-) -> ResponseSummary:
+def summarize(form: InferRequestJson, result: InferenceResult, write_output: WriteOutput) -> ResponseSummary:
     """Return the response with each output in the requested form; write outputs with a region to shared memory.
 
     Raises:
@@ -72,7 +118,7 @@ def summarize(
     requested = {each.name: each for each in form.outputs or ()}
     for name, array in result.items():
         how = requested.get(name) or OutputJson(name, form.is_binary)
-        fields: dict[str, Any] = {"name": name, "datatype": tensors.datatype_of(array), "shape": array.shape}
+        fields = _output_map(name, array.dtype, array.shape)
         if how.region is not None:
             write_output(how, frame_of(array))
             fields["parameters"] = {
@@ -82,18 +128,11 @@ def summarize(
             }
         elif how.is_binary:
             content.append(frame_of(array))
-            fields["parameters"] = {"binary_data_size": array.nbytes}
+            fields = _binary_output(name, array.dtype, array.shape)
         else:
             tensors.check_count(name, array, values_left)
             fields["data"] = np.ascontiguousarray(array)
             values_left -= array.size
         outputs.append(fields)
-    answered = getattr(result, "model", model)
-    header: dict[str, Any] = {
-        "model_name": model_of(answered),
-        "model_version": version_of(answered),
-        "outputs": outputs,
-    }
-    if form.id:
-        header["id"] = form.id
+    header = _response_map(_answered(form, result), form.id, outputs)
     return ResponseSummary(header, content, tensors.MAX_VALUES - values_left)

@@ -195,11 +195,12 @@ class HttpReply:
         content_type: the media type.
         status: the HTTP status.
         headers: further headers; their values must not contain line breaks.
-        permit: reserves the bytes of the content; released when the content has been sent or dropped.
 
     Attributes:
+        content_type: as above.
         headers: as above; entries may be added.
         body_length: the length of the content in bytes.
+        permit: reserves the bytes of the content; released when the content has been sent or dropped.
     """
 
     def __init__(
@@ -208,28 +209,19 @@ class HttpReply:
         content_type: str = JSON,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
-        permit: Permit | None = None,
     ) -> None:
         self.content = content
         self.status = status
         self.content_type = content_type
         self.headers = {} if headers is None else dict(headers)
         self.body_length = sum(map(len, content))
-        self._permit = permit
-
-    def fields(self) -> Sequence[tuple[str, str]]:
-        """Return name and value of each header."""
-        return [
-            ("content-type", self.content_type),
-            ("content-length", f"{self.body_length}"),
-            *self.headers.items(),
-        ]
+        self.permit: Permit | None = None
 
     def release(self) -> None:
         """Release the content, because it has been sent or dropped."""
         self.content = ()
-        if self._permit is not None:
-            self._permit.release()
+        if self.permit is not None:
+            self.permit.release()
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:

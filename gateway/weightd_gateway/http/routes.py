@@ -16,6 +16,9 @@ from weightd_protocol.schema import label
 class Operation(enum.Enum):
     """The operations of the HTTP API."""
 
+    # The hash function of `Enum` is written in Python.
+    __hash__ = object.__hash__
+
     LIVE = enum.auto()
     READY = enum.auto()
     SERVER = enum.auto()

@@ -21,7 +21,7 @@ def nowhere(how: OutputJson, content: memoryview) -> None:
 
 
 def test_values() -> None:
-    header, content = encode("m", InferRequestJson([], None, is_binary=False, id="7"), ANSWER, nowhere)
+    header, content = encode(InferRequestJson([], None, is_binary=False, id="7", model="m"), ANSWER, nowhere)
     assert not content
     assert json.loads(header) == {
         "id": "7",
@@ -35,7 +35,7 @@ def test_values() -> None:
 
 
 def test_binary_data_follows_order_of_outputs() -> None:
-    header, content = encode("m", InferRequestJson([], None, is_binary=True), ANSWER, nowhere)
+    header, content = encode(InferRequestJson([], None, is_binary=True), ANSWER, nowhere)
     assert [bytes(each) for each in content] == [ANSWER["y"].tobytes(), b"\x01"]
     response = json.loads(header)
     assert [each["parameters"] for each in response["outputs"]] == [{"binary_data_size": 8}, {"binary_data_size": 1}]
@@ -46,7 +46,7 @@ def test_each_output_has_its_form() -> None:
     region = {"shared_memory_region": "r", "shared_memory_offset": 4, "shared_memory_byte_size": 100}
     placed: list[bytes] = []
     wanted = InferRequestJson([], [OutputJson("y", region=region), OutputJson("z", is_binary=True)], is_binary=False)
-    header, content = encode("m", wanted, ANSWER, lambda _, put: placed.append(bytes(put)))
+    header, content = encode(wanted, ANSWER, lambda _, put: placed.append(bytes(put)))
     assert placed == [ANSWER["y"].tobytes()]
     assert [bytes(each) for each in content] == [b"\x01"]
     y, _ = json.loads(header)["outputs"]
@@ -61,9 +61,9 @@ def test_each_output_has_its_form() -> None:
 def test_rejects_output_that_json_cannot_represent() -> None:
     values = InferRequestJson([], None, is_binary=False)
     with pytest.raises(InvalidArgument, match="output y: JSON cannot represent NaN"):
-        encode("m", values, {"y": np.array([np.nan])}, nowhere)
+        encode(values, {"y": np.array([np.nan])}, nowhere)
     with pytest.raises(
         TooLarge, match=r"output y: expected at most 1048576 values in JSON with 524287 left, got 524289"
     ):
-        encode("m", values, dict.fromkeys("xy", np.zeros(MAX_VALUES // 2 + 1, np.int8)), nowhere)
-    encode("m", InferRequestJson([], None, is_binary=True), {"y": np.array([np.nan])}, nowhere)
+        encode(values, dict.fromkeys("xy", np.zeros(MAX_VALUES // 2 + 1, np.int8)), nowhere)
+    encode(InferRequestJson([], None, is_binary=True), {"y": np.array([np.nan])}, nowhere)

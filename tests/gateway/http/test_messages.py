@@ -115,7 +115,8 @@ def sent(what: Callable[[Send], Awaitable[None]]) -> list[Message]:
 
 def test_reply_is_one_message_for_other_servers() -> None:
     permit = mock.Mock()
-    reply = HttpReply([b"head", memoryview(LARGE)], "a/b", 429, {"Retry-After": "1"}, permit)
+    reply = HttpReply([b"head", memoryview(LARGE)], "a/b", 429, {"Retry-After": "1"})
+    reply.permit = permit
     start, message = sent(lambda send: send_reply(reply, "GET", send))
     assert start["status"] == 429
     lines = {b"content-type": b"a/b", b"content-length": b"%d" % (4 + len(LARGE)), b"Retry-After": b"1"}
