@@ -161,7 +161,7 @@ class AsyncClient(Uncopied):
             # This method calls itself once per attempt. `out={}` disables retries within each attempt.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return await self._with_retries(lambda left: infer_once(timeout=left), timeout)
-        seconds, grace_s = self._resolve_timeout(timeout)
+        seconds, grace_s = self._session.resolve_timeout(timeout)
         deadline = time.monotonic() + seconds
         try:
             prepared = self._core.prepare_infer(model, inputs, seconds, outputs, out, priority)
@@ -268,19 +268,14 @@ class AsyncClient(Uncopied):
 
     # --- within -------------------------------------------------------------------------------------------------
 
-    def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Check that the client is usable in this process. Return timeout and grace period in seconds."""
-        self._session.check_usable()
-        return self._session.resolve_timeout(timeout)
-
     async def _ensure_connected(self, timeout: Optional[float]) -> None:
-        await self._transport.ensure_writable(time.monotonic() + self._resolve_timeout(timeout)[0])
+        await self._transport.ensure_writable(time.monotonic() + self._session.resolve_timeout(timeout)[0])
 
     async def _query(self, query: Query[R], timeout: Optional[float]) -> R:
         return await self._with_retries(partial(self._query_once, query), timeout)
 
     async def _query_once(self, query: Query[R], timeout: Optional[float]) -> R:
-        seconds, grace_s = self._resolve_timeout(timeout)
+        seconds, grace_s = self._session.resolve_timeout(timeout)
         deadline = time.monotonic() + seconds
         prepared = self._core.prepare_query(query)
         answer: R = await self._transport.send_and_wait(prepared, deadline, deadline + grace_s)
@@ -310,7 +305,7 @@ class AsyncClient(Uncopied):
         """Await `attempt`, and repeat it within the timeout if it fails with an error that the retry policy covers."""
         if self._retry is None:
             return await attempt(timeout)
-        attempts = Attempts(self._retry, self._resolve_timeout(timeout)[0])
+        attempts = Attempts(self._retry, self._session.resolve_timeout(timeout)[0])
         while True:
             try:
                 return await attempt(attempts.remaining_s())

@@ -46,15 +46,14 @@ class Wait(_Future):
     The task goes on in `_Waits.wake_tasks`, as soon as all received messages have been processed. With an ordinary
     future it would go on in the next pass of the event loop, which costs more than encoding a request.
 
-    Args:
+    Attributes:
         waits: the waits of the transport.
     """
 
-    def __init__(self, waits: _Waits) -> None:
-        super().__init__(loop=waits.loop)
-        self._waits = waits
-        self._continue: Callable[[Any], object]
-        self._context: Optional[contextvars.Context] = None
+    # There is no `__init__`, because calling it would cost as much as creating the future.
+    waits: _Waits
+    _continue: Callable[[Any], object]
+    _context: Optional[contextvars.Context] = None
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Optional[contextvars.Context] = None) -> None:
         """Store the function that lets the task go on. Only one task can wait."""
@@ -64,13 +63,13 @@ class Wait(_Future):
         """End the wait, because the event has happened, or because the deadline has passed."""
         if not self.done():
             self.set_result(in_time)
-            self._waits.on_end(self)
+            self.waits.on_end(self)
 
     def cancel(self, *args: Any, **kwargs: Any) -> bool:
         """Cancel the wait, because its task is cancelled."""
         if not super().cancel(*args, **kwargs):
             return False
-        self._waits.on_end(self)
+        self.waits.on_end(self)
         return True
 
     def wake_task(self) -> None:
@@ -105,7 +104,8 @@ class _Waits:
 
     def new(self, deadline: float) -> Wait:
         """Return a wait, which the caller must await at once."""
-        wait = Wait(self)
+        wait = Wait(loop=self.loop)
+        wait.waits = self
         self._limits[wait] = time.monotonic(), deadline
         if deadline < self._timer_at:
             self._set_timer(deadline)

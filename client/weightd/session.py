@@ -86,12 +86,12 @@ class ClientSession:
         if curve is not None and not self.address.text.startswith(_TCP_SCHEME):
             raise InvalidArgument(f"expected no keys for {self.address.text}: only tcp:// listeners use keys")
         self._curve = curve
+        self.closed = False
+        self.is_forked_copy = False
         self.timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         self.default_timeout_and_grace = self.resolve_timeout(self.timeout)
         self.core = ClientCore(tenant)
         self.connection: DaemonConnection = NotConnected()
-        self.closed = False
-        self.is_forked_copy = False
         self.protocol_error: Optional[RemoteProtocolError] = None
         self._is_sending = False
         self._deferred: Deque[List[Any]] = deque()
@@ -114,7 +114,10 @@ class ClientSession:
 
         Raises:
             InvalidArgument: `timeout` is out of range.
+            WrongProcess, ClientClosed: as `check_usable`.
         """
+        if self.closed or self.is_forked_copy:
+            raise self.unusable_error()
         if timeout is None:
             return self.default_timeout_and_grace
         timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)

@@ -87,7 +87,7 @@ class FairLimit:
         self.in_use = 0
 
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
-        """Take `count` units if the limits allow it; return whether they were taken.
+        """Take `count` units, at least 1, if the limits allow it; return whether they were taken.
 
         `held` is the number of units that the caller already holds for the same request. If the caller holds no units
         for other requests, only the total is limited: a caller's only request may use all free units.
@@ -105,15 +105,13 @@ class FairLimit:
         return True
 
     def release(self, caller: Caller | str | None, count: int = 1) -> None:
-        """Give back `count` units."""
+        """Give back `count` units, at least 1, which the caller has taken."""
         self.in_use -= count
         if caller is not None:
             key = caller.tenant or caller if type(caller) is Caller else caller
-            count_left = self._count_by_caller.get(key, 0) - count
-            if count_left:
-                self._count_by_caller[key] = count_left
-            else:
-                self._count_by_caller.pop(key, None)
+            self._count_by_caller[key] -= count
+            if not self._count_by_caller[key]:
+                del self._count_by_caller[key]
 
 
 # Seconds after which a rejected caller should retry. By then, some of the requests in flight have probably ended.
@@ -173,7 +171,7 @@ class AdmissionControl:
 class Permit:
     """Permission to process a request, or to send a response; counts the bytes that are reserved for it.
 
-    The permit is released at the end of a `with` block.
+    The permit ends at the end of a `with` block.
 
     Args:
         byte_limit: counts the reserved bytes of all requests.
@@ -195,7 +193,7 @@ class Permit:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.end()
 
     @property
     def reserved_bytes(self) -> int:
@@ -211,17 +209,22 @@ class Permit:
         """
         if self._nbytes + nbytes > self._max_bytes:
             raise TooLarge(f"expected a request or response of at most {self._max_bytes} bytes (max_memory_bytes)")
-        if not self._byte_limit.take(self._caller, nbytes, self._nbytes):
+        if nbytes and not self._byte_limit.take(self._caller, nbytes, self._nbytes):
             raise _exhausted(f"its share of {self._max_bytes} bytes of requests", "max_memory_bytes")
         self._nbytes += nbytes
 
     def release(self) -> None:
+        """Release all bytes of the permit."""
+        if self._nbytes:
+            self._byte_limit.release(self._caller, self._nbytes)
+            self._nbytes = 0
+
+    def end(self) -> None:
         """Release all bytes of the permit, and its place among the requests. Further calls have no effect."""
         request_limit, self._request_limit = self._request_limit, None
         if request_limit is not None:
             request_limit.release(self._caller)
-        self._byte_limit.release(self._caller, self._nbytes)
-        self._nbytes = 0
+        self.release()
 
 
 def _exhausted(what: str, key: str) -> ResourceExhausted:
@@ -230,7 +233,7 @@ def _exhausted(what: str, key: str) -> ResourceExhausted:
 
 Work = Callable[[], None]
 
-SLICE_S = 5e-4
+SLICE_S = 1e-3
 """Seconds that `FairRunner` spends on work in one pass of the event loop. Work that has begun is not interrupted."""
 
 PIPELINE_PASSES = 32

@@ -213,9 +213,14 @@ def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
         array = None
     # Reject infinity, which numpy returns for values that are too large. For JSON numbers such as 1e999, Python's
     # parser already returns infinity.
-    if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
+    if array is None or (dtype.kind == "f" and not _are_finite(array)):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
+
+
+def _are_finite(array: Array) -> bool:
+    # The method `all` is written in Python, and calls this function.
+    return bool(np.logical_and.reduce(np.isfinite(array), axis=None))
 
 
 def _is_whole(value: object) -> bool:
@@ -243,7 +248,7 @@ def to_values(name: str, array: Array) -> list[Any]:
     """
     if datatype_of(array) in _RAW_ONLY:
         raise InvalidArgument(f"output {label(name)}: JSON cannot represent FP16; request binary data")
-    if array.dtype.kind == "f" and not np.isfinite(array).all():
+    if array.dtype.kind == "f" and not _are_finite(array):
         raise InvalidArgument(f"output {label(name)}: JSON cannot represent NaN and infinity; request binary data")
     values: list[Any] = array.ravel().tolist()
     return values

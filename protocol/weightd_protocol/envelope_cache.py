@@ -181,9 +181,10 @@ def _write_response(message: InferResponse) -> Optional[bytes]:
 def _write_infer(message: Infer) -> Optional[bytes]:
     text = message.id
     tail: Optional[bytes] = getattr(message.parameters, _TAIL_KEY, None)
-    if tail is None or type(text) is not str or not text.isascii() or not 0 < len(text) < _SHORT_BYTES:
+    if tail is None or type(text) is not str or not text.isascii():
         return None
-    return _INFER_PREFIX_WITH_FIELD + _TEXT_PREFIXES[len(text)] + text.encode() + tail
+    size = len(text)
+    return _INFER_PREFIX_WITH_FIELD + _TEXT_PREFIXES[size] + text.encode() + tail if 0 < size < _SHORT_BYTES else None
 
 
 def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:

@@ -188,11 +188,11 @@ def test_first_request_may_use_the_whole_limit() -> None:
 def test_last_place_is_for_callers_without_one(most: int, steps: list[tuple[Caller, int]]) -> None:
     shares, has = FairLimit(most), dict.fromkeys((ALICE, BOB, EVE), 0)
     for who, count in steps:
-        if count < 0:
+        if count < 0 < has[who]:
             given_back = min(-count, has[who])
             shares.release(who, given_back)
             has[who] -= given_back
-        elif count and shares.take(who, count):
+        elif count > 0 and shares.take(who, count):
             has[who] += count
             assert has[who] == count or shares.in_use < most
         assert shares.in_use == sum(has.values()) <= most
@@ -230,6 +230,16 @@ def test_request_holds_its_bytes_until_it_ends() -> None:
             assert admission.reserved_bytes == 90
         one.reserve(15)
     assert admission.reserved_bytes == 0
+
+
+def test_releasing_bytes_keeps_the_place() -> None:
+    admission = AdmissionControl(1, 100)
+    with admission.admit(ALICE) as one:
+        one.reserve(60)
+        one.release()
+        assert (admission.in_flight, admission.reserved_bytes) == (1, 0)
+    one.end()
+    assert admission.in_flight == 0
 
 
 def test_request_may_use_the_whole_limit() -> None:

@@ -19,6 +19,7 @@ from weightd_gateway.http import infer_json
 from weightd_gateway.http.head import RequestHead
 from weightd_gateway.http.infer import HttpInference
 from weightd_gateway.http.messages import (
+    ANY_HOST,
     HttpError,
     HttpReply,
     HttpRequest,
@@ -30,7 +31,7 @@ from weightd_gateway.http.routes import Operation
 from weightd_gateway.logs import log_failure
 from weightd_gateway.page.files import FILES, STATUS_HEADERS
 from weightd_gateway.page.poller import StatusPoller
-from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted, WeightdError
+from weightd_protocol.errors import InvalidArgument, NotFound, PermissionDenied, ResourceExhausted, WeightdError
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.schema import label
 
@@ -123,14 +124,17 @@ class HttpApi:
         started_at, head = time.monotonic(), request.head
         caller = _PROBE
         try:
-            request.check_host(self._hosts)
+            if head.host not in self._hosts:
+                self._check_other_host(request)
             methods, name = head.route
             operation = methods.get("GET" if head.method == "HEAD" else head.method)
             if operation is None:
                 allowed = ", ".join(methods)
                 raise HttpError(405, f"expected method {allowed}, got {label(head.method)}", allowed)
             if operation not in _UNAUTHENTICATED:
-                caller = self._caller or request.caller(self._gateway.authenticator)
+                caller = self._caller or self._gateway.authenticator.authenticate(
+                    digest=head.token_digest, common_name=request.common_name, uid=request.uid
+                )
             reply = await self._handlers[operation](request, caller, name)
         except WeightdError as error:
             reply = error_reply(to_request_error(error))
@@ -144,6 +148,16 @@ class HttpApi:
         if reply.status >= _SERVER_ERROR or _log.isEnabledFor(logging.DEBUG):
             self._log(head, reply, caller, time.monotonic() - started_at)
         return reply
+
+    def _check_other_host(self, request: HttpRequest) -> None:
+        """Check a host that is not listed, against DNS rebinding: a web page makes its own name resolve to this host.
+
+        Raises:
+            PermissionDenied: the host is not allowed.
+        """
+        if ANY_HOST not in self._hosts and request.uid is None:
+            host = label(request.head.host)
+            raise PermissionDenied(f"expected a host from `hosts` in the gateway's configuration, got {host}")
 
     def _log(self, head: RequestHead, reply: HttpReply, caller: Caller, seconds: float) -> None:
         more = ""

@@ -109,10 +109,11 @@ class HttpExchange(HttpRequest):
             self._parser.chunks.clear()
             return body
         unparsed = self._connection.unparsed
-        # Only bytes of this request's body, not of the next request.
-        body = bytes(unparsed[: min(nbytes, self._bytes_left)])
-        self._bytes_left -= len(body)
-        del unparsed[: len(body)]
+        # Leave the bytes of the next request.
+        body = bytes(unparsed[: nbytes if nbytes < self._bytes_left else self._bytes_left])
+        count = len(body)
+        self._bytes_left -= count
+        del unparsed[:count]
         return body
 
     async def read_chunk(self) -> bytes:

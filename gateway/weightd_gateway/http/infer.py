@@ -50,19 +50,20 @@ class HttpInference:
         Raises:
             RequestError: the request failed.
         """
-        with self._daemon_client.admission.admit(caller) as request_permit:
+        permit = self._daemon_client.admission.admit(caller)
+        try:
             length = request.head.json_length
             # `allocate` returns shared memory, from which tensors are sent to the daemon without a copy. A body that
             # consists only of JSON does not need shared memory, because JSON is not sent to the daemon.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
-            content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
+            content = await read_body(request, permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
             if len(header) <= PARSER_PROCESS_BYTES:
                 parsed = infer_json.read(header, model)
             else:
-                parsed = await self._read_long_json(caller, header, model, request_permit)
-            inputs = self._make_inputs(caller, parsed, binary, request_permit)
-            write_output = self._output_writer(caller, parsed)
+                parsed = await self._read_long_json(caller, header, model, permit)
+            inputs = self._make_inputs(caller, parsed, binary, permit)
+            write_output = _no_regions if parsed.outputs is None else self._output_writer(caller, parsed.outputs)
             parsed = parsed.without_inputs
             result = await self._daemon_client.infer(
                 caller,
@@ -76,13 +77,18 @@ class HttpInference:
                     parsed.id,
                 ),
             )
-            response = await self._encode_response(caller, parsed, result, write_output)
-        # A permit reserves the bytes of the response until the client has read them, so that slow readers are limited,
-        # too.
+            if parsed.is_binary and parsed.outputs is None:
+                response = infer_response.encode_binary(parsed, result)
+            else:
+                response = await self._encode_response(caller, parsed, result, write_output)
+        finally:
+            permit.end()
         reply = HttpReply(response)
         if len(response) > 1:
             reply.content_type = BINARY
             reply.headers[HEADER_LENGTH] = f"{len(response[0])}"
+        # A permit reserves the bytes of the response until the client has read them, so that slow readers are limited,
+        # too.
         reply.permit = self._daemon_client.admission.reserve_response(caller, reply.body_length)
         return reply
 
@@ -96,8 +102,6 @@ class HttpInference:
         self, caller: Caller, parsed: InferRequestJson, result: InferenceResult, write_output: WriteOutput
     ) -> Sequence[bytes | memoryview]:
         """Return the JSON of a response, rendered in a parser process if it has many values, and the binary data."""
-        if parsed.is_binary and parsed.outputs is None:
-            return infer_response.encode_binary(parsed, result)
         summary = infer_response.summarize(parsed, result, write_output)
         if summary.value_count <= PARSER_PROCESS_VALUES:
             text = infer_response.render(summary.header)
@@ -136,11 +140,11 @@ class HttpInference:
         shm_slice.region.read(shm_slice.offset, content)
         return tensors.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
-    def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> WriteOutput:
+    def _output_writer(self, caller: Caller, outputs: Sequence[OutputJson]) -> WriteOutput:
         """Find the shared-memory regions of outputs before the model runs; return a function that writes to them."""
         slices = {
             each.name: self._regions.resolve(caller, *_region_parameters(each.region))
-            for each in parsed.outputs or ()
+            for each in outputs
             if each.region is not None
         }
 
@@ -154,6 +158,10 @@ class HttpInference:
             shm_slice.region.write(shm_slice.offset, content)
 
         return write
+
+
+def _no_regions(output: OutputJson, content: memoryview) -> None:
+    """Write nothing: the request names no outputs, so none has a region."""
 
 
 def _region_parameters(parameters: Any) -> tuple[object, object, object]:

@@ -12,7 +12,7 @@ import numpy as np
 from weightd_gateway import tensors
 from weightd_gateway.daemon_client import InferenceResult
 from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
-from weightd_gateway.oip_view import model_of, version_of
+from weightd_protocol.model_names import ONLY_VERSION, split_version
 from weightd_protocol.tensors import frame_of
 
 # A function that writes the bytes of an output into the output's shared-memory region.
@@ -68,11 +68,8 @@ def _answered(form: InferRequestJson, result: InferenceResult) -> str:
 
 
 def _response_map(answered: str, request_id: str, outputs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    header: dict[str, Any] = {
-        "model_name": model_of(answered),
-        "model_version": version_of(answered),
-        "outputs": outputs,
-    }
+    name, version = split_version(answered)
+    header: dict[str, Any] = {"model_name": name, "model_version": version or ONLY_VERSION, "outputs": outputs}
     if request_id:
         header["id"] = request_id
     return header

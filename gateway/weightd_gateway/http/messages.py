@@ -5,15 +5,14 @@ from __future__ import annotations
 import abc
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from weightd_gateway.auth import Authenticator, Caller
 from weightd_gateway.error_codes import TooLarge, retry_after, status_of
 from weightd_gateway.fairness import Permit
 from weightd_gateway.http.head import RequestHead
 from weightd_gateway.tensors import to_json
-from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated
+from weightd_protocol.errors import InvalidArgument, RequestError, Unauthenticated
 from weightd_protocol.schema import label
 
 JSON = "application/json"
@@ -76,24 +75,6 @@ class HttpRequest(abc.ABC):
             HttpError: the body did not arrive in time, or the client disconnected.
             InvalidArgument: the length of the body differs from Content-Length.
         """
-
-    def check_host(self, hosts: Collection[str]) -> None:
-        """Check the Host header against DNS rebinding, in which a web page makes its own name resolve to this host.
-
-        Raises:
-            PermissionDenied: the host is not allowed.
-        """
-        host = self.head.host
-        if not (host in hosts or ANY_HOST in hosts or self.uid is not None):
-            raise PermissionDenied(f"expected a host from `hosts` in the gateway's configuration, got {label(host)}")
-
-    def caller(self, authenticator: Authenticator) -> Caller:
-        """Return the authenticated caller of the request.
-
-        Raises:
-            Unauthenticated: the credentials are missing or unknown.
-        """
-        return authenticator.authenticate(digest=self.head.token_digest, common_name=self.common_name, uid=self.uid)
 
 
 async def read_body(
