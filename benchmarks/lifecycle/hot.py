@@ -84,7 +84,7 @@ def measure(engine: str, rounds: int = ROUNDS) -> HotModel:
 class LoadingClient:
     """A client process that requests the models in turn, so that each request loads one, until the block ends.
 
-    It is a process of its own, because a thread would share the interpreter lock with the measured client.
+    It is a separate process, because a thread would share the interpreter lock with the measured client.
 
     Attributes:
         count: the requests that were answered during the block.
