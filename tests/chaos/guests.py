@@ -1,11 +1,12 @@
 """Guests: models that load on demand and do not all fit into the budget, so the daemon evicts them while clients ask.
 
-This module also checks the reservations in each status: together they never exceed the budget.
+This module also checks the reservations in each status: together they never exceed the budget, except after a restart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from weightd_protocol.messages.status import StatusResponse
 
@@ -46,9 +47,24 @@ def unbalanced(status: StatusResponse) -> list[str]:
     ]
     if total != status.model_bytes:
         errors.append(f"{total} bytes are reserved for the models, but {status.model_bytes} in all")
-    if status.model_bytes > status.max_model_bytes:
+    if status.model_bytes > status.max_model_bytes and not _has_resumed_models(status):
         errors.append(f"{status.model_bytes} bytes are reserved, the budget is {status.max_model_bytes}")
     return [f"budget: {each}" for each in errors]
+
+
+def _has_resumed_models(status: StatusResponse) -> bool:
+    """Return whether an earlier daemon has started processes: models that are taken over may exceed the budget."""
+    daemon = _start_ticks(status.pid)
+    pids = [each.pid for model in status.models for generation in model.generations for each in generation.processes]
+    return any(0 < _start_ticks(pid) < daemon for pid in pids)
+
+
+def _start_ticks(pid: int) -> int:
+    """Return when a process was started, in clock ticks since the start of the host; 0 if it does not exist."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
 
 
 def evictions(log: str) -> int:
