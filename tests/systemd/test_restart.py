@@ -89,7 +89,7 @@ def test_replaced_daemon_loses_no_request(weightd: Weightd, replace: Callable[[W
 
 
 def test_kill_during_a_load_loses_no_request(weightd: Weightd) -> None:
-    weightd.configure({"mlp": MLP, "late": {**MLP, "load": "on_demand"}})
+    weightd.configure({"mlp": MLP, "late": {**MLP, "load": "on_demand", "required": False}})
     weightd.start()
     workers = weightd.wait_for_workers()
     with under_load(weightd):
