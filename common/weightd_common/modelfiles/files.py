@@ -276,7 +276,7 @@ def copy_identity(path: Path) -> str:
         OSError: the directory cannot be read.
     """
     root = str(path.parent)
-    facts = []
+    facts: List[Tuple[bytes, bytes, int, int, int, int, int]] = []
     for directory, _, names in os.walk(root, onerror=_raise):
         for name in names:
             status = os.lstat(os.path.join(directory, name))  # noqa: PTH118 - the walk has text, and bytes are hashed
