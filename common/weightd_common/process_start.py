@@ -106,8 +106,10 @@ def gc_disabled() -> Generator[None, None, None]:
     process.
     """
     with gc_paused():
-        yield
-        gc.freeze()
+        try:
+            yield
+        finally:
+            gc.freeze()
 
 
 @contextlib.contextmanager
