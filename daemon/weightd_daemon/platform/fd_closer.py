@@ -21,8 +21,8 @@ from queue import Empty, SimpleQueue
 
 from weightd_common.rate_limits import RateLimitedLog
 
-# If a user has at least this number of descriptors that are not closed yet, the daemon closes each connection of the
-# user on which further descriptors arrive.
+# If a user has at least this number of descriptors that are not closed yet, the daemon does not read further ones. It
+# closes the connections on which they arrive if that does not change within seconds.
 MAX_PENDING = 64
 
 # Maximum number of threads. One thread for each user would not be a limit: with subordinate ids (/etc/subuid), a person

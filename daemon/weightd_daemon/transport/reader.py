@@ -6,6 +6,7 @@ this time. Therefore, while several users send messages, their connections wait 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from weightd_common import memfd
 from weightd_common.rate_limits import RoundRobinQueue
 from weightd_daemon.config.tenants import MIN_WEIGHT, TenantConfig
 from weightd_daemon.platform import event_loop
-from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.fd_closer import MAX_PENDING, DescriptorCloser, has_descriptors
 from weightd_daemon.platform.log_setup import log_resource_error
 from weightd_daemon.scheduling.fair_share import MULTI_TENANT_HOLD_S, FairClock
@@ -36,6 +37,11 @@ _MAX_AWAITING_MESSAGE = 64
 
 # Maximum bytes of one read, except within a large frame.
 _READ_CHUNK_BYTES = 64 * 1024
+
+# While many descriptors of a user are not closed yet, further ones stay unread. They are read as soon as the number has
+# fallen; the reader checks this in intervals. A connection that would have to wait longer than the maximum is closed.
+_CLOSING_CHECK_INTERVAL_S = 0.02
+_MAX_CLOSING_WAIT_S = 5.0
 
 _UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors of this user are not closed yet; closing its connections"
 
@@ -84,6 +90,10 @@ class MessageReader:
         self._read_queue = TenantReadQueue()
         # The connections in the read queue, and the one that is being served.
         self._queued: set[ClientConnection] = set()
+        # By connection that waits until descriptors of its user are closed: when it has waited too long.
+        self._closing_deadlines: dict[ClientConnection, float] = {}
+        self._closing_timer = Timer(self._check_closing)
+        loop.add_timer(self._closing_timer)
 
     def on_readable(self, connection: ClientConnection) -> None:
         """Read from a connection at once, or queue the connection while several users send messages."""
@@ -123,6 +133,7 @@ class MessageReader:
     def forget(self, connection: ClientConnection) -> None:
         """Stop reading from a connection, and drop its messages that were read but not handled."""
         self._backlogged.pop(connection, None)
+        self._closing_deadlines.pop(connection, None)
         connection.backlog = ()
         if connection in self._queued:
             self._queued.discard(connection)
@@ -145,7 +156,8 @@ class MessageReader:
         if connection in self._queued:
             if is_done:
                 self._queued.discard(connection)
-                self._loop.resume_reading(connection.stream.fileno())
+                if connection not in self._closing_deadlines:
+                    self._loop.resume_reading(connection.stream.fileno())
             else:
                 self._read_queue.put(connection)
         self._read_queue.on_served(tenant, event_loop.now() - started_at)
@@ -178,15 +190,15 @@ class MessageReader:
     def _read_messages(self, connection: ClientConnection) -> Sequence[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
-        # While many descriptors of a user are not closed yet, the user may not send more. A read within a large frame
-        # is too long to be checked for descriptors in advance, so it is refused as if it contained some.
+        # A read within a large frame is too long to be checked for descriptors, so it waits as if it contained some.
         if (
             self.fd_closer.pending
             and connection.identity.is_direct
+            and not incoming.is_backlogged
             and self.fd_closer.is_backlogged(connection.limit_account)
             and (incoming.missing_bytes > _READ_CHUNK_BYTES or has_descriptors(stream.connection, _READ_CHUNK_BYTES))
         ):
-            self._callbacks.disconnect_invalid(connection, InvalidArgument(_UNCLOSED_DESCRIPTORS_TEXT))
+            self._wait_for_closing(connection)
             return ()
         try:
             messages = incoming.receive(b"") if incoming.is_backlogged else stream.receive()
@@ -204,6 +216,27 @@ class MessageReader:
             self._memory_budget.release(connection.key, connection.incoming_bytes)
             connection.incoming_bytes = 0
         return messages
+
+    def _wait_for_closing(self, connection: ClientConnection) -> None:
+        """Read nothing from a connection until enough descriptors of its user are closed."""
+        self._loop.pause_reading(connection.stream.fileno())
+        now = event_loop.now()
+        self._closing_deadlines.setdefault(connection, now + _MAX_CLOSING_WAIT_S)
+        self._closing_timer.set_no_later_than(now + _CLOSING_CHECK_INTERVAL_S)
+
+    def _check_closing(self, now: float) -> None:
+        """Read again where enough descriptors of the user are closed; close the connections that have waited too long."""
+        is_backlogged = functools.cache(self.fd_closer.is_backlogged)
+        for connection, deadline in [*self._closing_deadlines.items()]:
+            if connection.is_closing:
+                continue
+            if not is_backlogged(connection.limit_account):
+                del self._closing_deadlines[connection]
+                self._loop.resume_reading(connection.stream.fileno())
+            elif now >= deadline:
+                self._callbacks.disconnect_invalid(connection, InvalidArgument(_UNCLOSED_DESCRIPTORS_TEXT))
+        if self._closing_deadlines:
+            self._closing_timer.set_no_later_than(now + _CLOSING_CHECK_INTERVAL_S)
 
     def _wait_for_message(self, connection: ClientConnection) -> None:
         """Keep a client's descriptors until their message is complete; reject them if no message has begun.

@@ -24,6 +24,7 @@ from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
+from weightd_daemon.platform.fd_closer import DescriptorCloser
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import TenantResolver
 from weightd_daemon.tenants.usage import UsageTable
@@ -308,14 +309,32 @@ def test_message_carries_at_most_one_descriptor(harness: RouterHarness, count: i
         os.close(each)
 
 
-def test_disconnects_user_with_backlog_of_descriptors(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def backlog(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that is not empty while too many descriptors of each user are not closed yet."""
+    backlog = [True]
     monkeypatch.setattr(harness.router._connections.reader.fd_closer, "pending", {"another": deque()})
-    monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
+    monkeypatch.setattr(DescriptorCloser, "is_backlogged", lambda self, user: bool(backlog))
+    return backlog
+
+
+def test_descriptor_waits_while_many_are_unclosed(harness: RouterHarness, backlog: list[bool]) -> None:
+    client = harness.client()
+    memory = memfd.create(5_000)
+    client.send(encode(Register("1")), [memory])
+    os.close(memory)
+    # The router still serves connections of this user that send no descriptors.
+    harness.ask(harness.client())
+    harness.until(lambda: harness.waiting)
+    backlog.clear()
+    assert isinstance(harness.receive(client), Registered)
+
+
+@pytest.mark.usefixtures("backlog")
+def test_disconnects_user_with_backlog_of_descriptors(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightd_daemon.transport.reader._MAX_CLOSING_WAIT_S", 0.1)
     client = harness.client()
     client.send(encode(Register("1")), [0])
     assert "64 descriptors of this user are not closed yet" in harness.refusal(client)
     with pytest.raises(ConnectionError):
         harness.until(client.receive)
-    # The router still serves connections of this user that send no descriptors.
-    harness.ask(harness.client())
-    harness.until(lambda: harness.waiting)
