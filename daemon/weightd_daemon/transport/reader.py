@@ -225,7 +225,7 @@ class MessageReader:
         self._closing_timer.set_no_later_than(now + _CLOSING_CHECK_INTERVAL_S)
 
     def _check_closing(self, now: float) -> None:
-        """Read again where enough descriptors of the user are closed; close the connections that have waited too long."""
+        """Read again where enough descriptors of the user are closed; close connections that have waited too long."""
         is_backlogged = functools.cache(self.fd_closer.is_backlogged)
         for connection, deadline in [*self._closing_deadlines.items()]:
             if connection.is_closing:
