@@ -12,7 +12,7 @@ from weightd_daemon.scheduling.fault_isolation.isolator import MAX_LOST_SLOTS
 from weightd_daemon.scheduling.fault_isolation.offenders import MAX_PEER_DEATHS
 from weightd_protocol.errors import ERRORS
 
-from . import cut
+from . import cut, guests
 from .kinds import Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
@@ -32,6 +32,7 @@ OUTSIDE = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVE
 CRASH, KILL, POISON = map(strike, (Fault.SEGV_WORKER, Fault.KILL_WORKER, Fault.POISON))
 OLD_CRASH = strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)
 PROXIES_LOST = [strike(Fault.KILL_PROXY, model="")]
+LOADED_LATE = {"model": guests.NAMES[0], "timeout": 30.0, "ended_at": 130.1}
 NOT_DAMAGED = [each for each in EVERYTHING if each.fault is not Fault.OVERWRITE_STORE]
 
 
@@ -120,6 +121,9 @@ def test_fault_explains_errors_of_its_time_and_model(code: str, strikes: Sequenc
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [KILL], False),
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [strike(Fault.STOP_FORK_SERVER, model="")], False),
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [KILL, strike(Fault.STOP_FORK_SERVER, model="")], True),
+        # The load of a guest needs a fork server.
+        (LATE, LOADED_LATE, [strike(Fault.STOP_FORK_SERVER, model="")], True),
+        (LATE, LOADED_LATE, [KILL], False),
     ],
 )
 def test_legal_errors(code: str, changes: dict[str, Any], strikes: Sequence[Strike], legal: bool) -> None:

@@ -96,10 +96,13 @@ def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
 
 
 def _not_forked(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Workers exited, and the fork server stopped before their replacement was up, for which it has 60 s."""
+    """The fork server stopped before new workers were up, for which it has 60 s.
+
+    Workers were needed because others had exited, or because the model had to be loaded.
+    """
     return (
         _late(incident)
-        and _during(*LETHAL, Fault.POISON)(incident, strikes)
+        and (incident.model in guests.NAMES or _during(*LETHAL, Fault.POISON)(incident, strikes))
         and _during(Fault.STOP_FORK_SERVER, everywhere=True)(incident, strikes)
     )
 
