@@ -43,7 +43,7 @@ _READ_CHUNK_BYTES = 64 * 1024
 _CLOSING_CHECK_INTERVAL_S = 0.02
 _MAX_CLOSING_WAIT_S = 5.0
 
-_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors of this user are not closed yet; closing its connections"
+_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors of this user are not closed yet; closing this connection"
 
 
 @dataclass(frozen=True)
