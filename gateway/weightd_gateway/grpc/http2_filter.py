@@ -8,16 +8,18 @@ TLS and identifies the peer of each connection, because the library sees only co
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
 import socket
 import ssl
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from weightd_common.peers import UNKNOWN, Peer
 from weightd_common.rate_limits import RateLimitedLog, TokenBuckets
@@ -169,7 +171,8 @@ class Http2Filter:
 
     async def _attach_library(self, library: socket.socket, client: _Client, name: str) -> None:
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._by_name.pop(name, None)), library)
+        on_closed = partial(self._by_name.pop, name, None)
+        await loop.connect_accepted_socket(lambda: _Library(client, library, on_closed), library)
 
     def on_violation(self, client: _Client, reason: str) -> None:
         """Log that a client has violated a limit, and reduce the rate at which its peer may open connections."""
@@ -410,16 +413,28 @@ class _Client(asyncio.Protocol):
 class _Library(asyncio.Protocol):
     """The connection between the relay and gRPC's library for one client."""
 
-    def __init__(self, client: _Client, on_closed: Any) -> None:
+    def __init__(self, client: _Client, connection: socket.socket, on_closed: Callable[[], object]) -> None:
         self._client = client
+        self._socket = connection
         self._on_closed = on_closed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._client.on_library_connected(cast(asyncio.Transport, transport))
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if exc is not None:
+            self._read_rest()
         self._on_closed()
         self._client.on_library_closed()
+
+    def _read_rest(self) -> None:
+        """Forward the data that the library sent before it closed the connection.
+
+        asyncio stops reading when a write fails, and closes the socket when `connection_lost` has returned.
+        """
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(_STEP_BYTES):
+                self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         self._client.on_library_data(data)

@@ -208,7 +208,7 @@ def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
         writer.close()
 
     async def scenario() -> None:
-        relay = Http2Filter(tmp_path / "grpc", GatewayConnectionLimiter(100, 0.0), 5.0, Handshakes())
+        relay = _relay(tmp_path)
         near, far = socket.socketpair()
         near.setblocking(False)
         async with await asyncio.start_unix_server(library, tmp_path / "grpc"):
@@ -225,6 +225,40 @@ def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
 
     connected, stopped = asyncio.Event(), asyncio.Event()
     asyncio.run(scenario())
+
+
+def test_delivers_answer_after_failed_write_to_library(tmp_path: Path) -> None:
+    answer = data(1)
+
+    async def scenario() -> None:
+        relay = _relay(tmp_path)
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        far.settimeout(10.0)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(tmp_path / "grpc"))
+            listener.listen()
+            listener.setblocking(False)
+            relay.on_connection(near, PEER, None)
+            far.sendall(PREFACE)
+            library, _ = await asyncio.get_running_loop().sock_accept(listener)
+            assert await asyncio.get_running_loop().sock_recv(library, 1024) == PREFACE
+            # The loop sees all three together, the client's frame first.
+            far.sendall(frame(http2_frames.PING, bytes(8)))
+            library.sendall(answer)
+            library.close()
+            await asyncio.wait_for(relay.drain(10.0), 10.0)
+            assert far.recv(len(answer), socket.MSG_WAITALL) == answer
+            far.close()
+
+    asyncio.run(scenario())
+
+
+def _relay(directory: Path) -> Http2Filter:
+    """Return a relay whose limiter has admitted one connection of `PEER`."""
+    limiter = GatewayConnectionLimiter(100, 0.0)
+    assert limiter.admit(PEER, 0.0) is None
+    return Http2Filter(directory / "grpc", limiter, 5.0, Handshakes())
 
 
 async def _stop(relay: Http2Filter) -> None:
