@@ -1,0 +1,139 @@
+"""Memory layout of the pages that the daemon and the workers of one device share. No I/O, no clock.
+
+The daemon writes one page for each device. A worker writes one page, its row, for each predict that it can run at the
+same time. Each page has exactly one writer, so no page needs a lock.
+
+A page is an array of words of 8 bytes, aligned to 8 bytes. A `Page` has two views of the same memory: `words` reads a
+word as an unsigned integer, `reals` as a double. A store through such a view is atomic: a reader sees either the old or
+the new value. `struct.pack_into` is not atomic; never use it here.
+
+A page has a header, then an entry for each tenant slot, then an entry for each channel slot::
+
+    daemon page   header    version
+                  tenant    weight, offset (seconds of virtual time)
+                  channel   serial, state, generation, tenant slot, limit of requests, limit of bytes, expiry
+    row           header    version, start, current channel, current request, since, stage
+                  tenant    used (device seconds divided by the weight), base (seconds of virtual time)
+                  channel   requests taken, bytes taken, requests ended, device seconds
+
+All counters and limits are cumulative: they only grow while the daemon runs, also when a channel slot is used again and
+when a new worker continues the row of a worker that has exited. The virtual time of a tenant is the sum of `used` over
+all rows, plus the greatest `base` of all rows, plus the tenant's `offset`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    Words = memoryview[int]
+    Reals = memoryview[float]
+
+LAYOUT_VERSION = 1
+WORD_BYTES = 8
+_HEADER_WORDS = 8
+
+# The header of every page.
+VERSION = 0
+
+# The daemon's entry of a tenant slot.
+WEIGHT = 0
+OFFSET = 1
+_TENANT_WORDS = 2
+
+# The daemon's entry of a channel slot. An entry fills a cache line of 64 bytes.
+SERIAL = 0
+STATE = 1
+GENERATION = 2
+TENANT = 3
+REQUEST_LIMIT = 4
+BYTE_LIMIT = 5
+EXPIRES_AT = 6
+_CHANNEL_WORDS = 8
+
+# The states of a channel slot, in the order in which a slot passes through them.
+SLOT_FREE = 0  # no channel
+SLOT_OPEN = 1  # workers read the channel
+SLOT_ENDING = 2  # workers close their descriptors of the channel
+
+# The header of a row.
+START = 1
+CURRENT_CHANNEL = 2
+CURRENT_REQUEST = 3
+SINCE = 4
+STAGE = 5
+
+# A worker's entry of a tenant slot.
+USED = 0
+BASE = 1
+_ROW_TENANT_WORDS = 2
+
+# A worker's entry of a channel slot.
+REQUESTS = 0
+BYTES = 1
+ENDED = 2
+SECONDS = 3
+_ROW_CHANNEL_WORDS = 4
+
+# The stages of a worker's current request, in the order in which the worker writes them.
+STAGE_IDLE = 0  # the worker has no request
+STAGE_TAKING = 1  # the worker reads a request from the current channel; the current request is not valid yet
+STAGE_TAKEN = 2  # the worker has taken the current request and has not run it
+STAGE_RUNNING = 3  # the request may have run, and may have been answered
+STAGE_HANDING_OVER = 4  # the worker sends the request, which has not run, to the daemon
+
+# Maximum virtual time in seconds. A value beyond it was not written by a working worker: with the lowest weight of
+# 0.001, a device reaches this time after 30 years.
+MAX_VIRTUAL_S = 1e12
+
+MAX_WORD = 2**64 - 1
+
+
+class Page(NamedTuple):
+    """Two views of the same memory: words as unsigned integers, and as doubles."""
+
+    words: Words
+    reals: Reals
+
+
+def page_over(buffer: memoryview) -> Page:
+    """Return the views of a page's memory. `buffer` starts at an address that is a multiple of `WORD_BYTES`."""
+    return Page(buffer.cast("B").cast("Q"), buffer.cast("B").cast("d"))
+
+
+class Layout(NamedTuple):
+    """The numbers of slots in the pages of one device.
+
+    Attributes:
+        tenant_slots: the number of tenant slots.
+        channel_slots: the number of channel slots.
+    """
+
+    tenant_slots: int
+    channel_slots: int
+
+    @property
+    def daemon_page_bytes(self) -> int:
+        """Size of the daemon's page."""
+        return WORD_BYTES * self.channel(self.channel_slots)
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row."""
+        return WORD_BYTES * self.row_channel(self.channel_slots)
+
+    def tenant(self, slot: int) -> int:
+        """Return the index of a tenant's entry in the daemon's page."""
+        return _HEADER_WORDS + _TENANT_WORDS * slot
+
+    def channel(self, slot: int) -> int:
+        """Return the index of a channel's entry in the daemon's page."""
+        return _HEADER_WORDS + _TENANT_WORDS * self.tenant_slots + _CHANNEL_WORDS * slot
+
+    def row_tenant(self, slot: int) -> int:
+        """Return the index of a tenant's entry in a row."""
+        return _HEADER_WORDS + _ROW_TENANT_WORDS * slot
+
+    def row_channel(self, slot: int) -> int:
+        """Return the index of a channel's entry in a row."""
+        return _HEADER_WORDS + _ROW_TENANT_WORDS * self.tenant_slots + _ROW_CHANNEL_WORDS * slot

@@ -1,0 +1,1 @@
+"""Direct channels: requests go from the client to a worker without the daemon."""

@@ -1,0 +1,103 @@
+"""The daemon's page of one device: weights of tenants, and states and limits of direct channels. No I/O, no clock.
+
+Only this module writes the page. Workers read it at any time, between any two stores of a method.
+"""
+
+from __future__ import annotations
+
+from weightd_common.channels.pages import (
+    BYTE_LIMIT,
+    EXPIRES_AT,
+    GENERATION,
+    LAYOUT_VERSION,
+    OFFSET,
+    REQUEST_LIMIT,
+    SERIAL,
+    SLOT_ENDING,
+    SLOT_FREE,
+    SLOT_OPEN,
+    STATE,
+    TENANT,
+    VERSION,
+    WEIGHT,
+    Layout,
+    Page,
+)
+
+
+class DaemonPage:
+    """Writes the daemon's page of one device.
+
+    Args:
+        layout: the layout of the pages.
+        page: the memory of the page, filled with zeros.
+    """
+
+    def __init__(self, layout: Layout, page: Page) -> None:
+        self._layout = layout
+        self._words, self._reals = page
+        self._words[VERSION] = LAYOUT_VERSION
+
+    def assign_tenant(self, slot: int, weight: float, used_s: float, device_s: float) -> None:
+        """Give a tenant slot to a tenant, which begins at the device's virtual time.
+
+        Args:
+            slot: the tenant slot.
+            weight: the tenant's weight.
+            used_s: the virtual time of the slot without the offset: used seconds and base of an earlier tenant.
+            device_s: the virtual time of the device.
+        """
+        index = self._layout.tenant(slot)
+        self._reals[index + WEIGHT] = weight
+        self._reals[index + OFFSET] = device_s - used_s
+
+    def offset(self, slot: int) -> float:
+        """Return the offset of a tenant slot in seconds of virtual time."""
+        return self._reals[self._layout.tenant(slot) + OFFSET]
+
+    def set_weight(self, slot: int, weight: float, ahead_s: float) -> None:
+        """Change the weight of a tenant, which is `ahead_s` seconds of virtual time ahead of the device.
+
+        Virtual time is device seconds divided by the weight. The offset keeps the device seconds by which the tenant is
+        ahead. Without it, a tenant whose weight is raised would wait longer for the seconds that it used before.
+        """
+        index = self._layout.tenant(slot)
+        earlier = self._reals[index + WEIGHT]
+        self._reals[index + WEIGHT] = weight
+        self._reals[index + OFFSET] += ahead_s * (earlier / weight - 1.0)
+
+    def open_channel(
+        self, slot: int, serial: int, generation: int, tenant: int, limits: tuple[int, int], expires_at: float
+    ) -> None:
+        """Describe a channel in a free slot. No worker may hold a channel of this slot.
+
+        Args:
+            slot: the channel slot.
+            serial: the channel's serial.
+            generation: the serial of the generation.
+            tenant: the tenant slot.
+            limits: the limits of requests and bytes, which include the counts of earlier channels of the slot.
+            expires_at: the time of CLOCK_MONOTONIC at which workers stop reading, in seconds.
+        """
+        index, words = self._layout.channel(slot), self._words
+        words[index + SERIAL] = serial
+        words[index + GENERATION] = generation
+        words[index + TENANT] = tenant
+        words[index + REQUEST_LIMIT], words[index + BYTE_LIMIT] = limits
+        self._reals[index + EXPIRES_AT] = expires_at
+        words[index + STATE] = SLOT_OPEN
+
+    def raise_limits(self, slot: int, requests: int, nbytes: int, expires_at: float) -> None:
+        """Raise the limits of an open channel by numbers of requests and bytes, and set a later expiry."""
+        index, words = self._layout.channel(slot), self._words
+        words[index + REQUEST_LIMIT] += requests
+        words[index + BYTE_LIMIT] += nbytes
+        self._reals[index + EXPIRES_AT] = expires_at
+
+    def end_channel(self, slot: int) -> None:
+        """Make workers stop reading a channel."""
+        self._words[self._layout.channel(slot) + STATE] = SLOT_ENDING
+
+    def free_channel(self, slot: int) -> None:
+        """Mark a slot as free. No worker holds the slot's channel."""
+        self._words[self._layout.channel(slot) + STATE] = SLOT_FREE

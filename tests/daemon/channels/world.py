@@ -1,0 +1,673 @@
+"""Daemon, clients and workers as processes over simulated sockets and pages. Each can be killed before any operation.
+
+An operation is a store to a page, a system call or a message. Messages between two processes keep their order;
+between different pairs of processes they are delayed and reordered, because each process reads when the test lets it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from weightd.channel_calls import ChannelCalls, Fail, SendToDaemon
+from weightd_common.channels.messages import AddChannel, Released
+from weightd_common.channels.pages import BYTES, ENDED, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
+from weightd_daemon.channels.page import DaemonPage
+from weightd_daemon.channels.rows import RowReader
+from weightd_daemon.channels.states import ChannelEvent, ChannelState
+from weightd_daemon.channels.table import (
+    ChannelTable,
+    CloseDuplicate,
+    Notify,
+    Order,
+    ReadQueue,
+    Relay,
+    ReplaceWorker,
+    ShutDown,
+)
+from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
+from weightd_worker.channels.session import ChannelSession
+
+from .kernel import EMPTY, Died, Memory, Pair, Result
+
+LAYOUT = Layout(tenant_slots=3, channel_slots=5)
+MAX_ROWS = 9
+MAX_WORKERS = 4
+TENANTS = (0, 1, 2)
+LIFETIME_S = 100.0
+NBYTES = 10
+
+
+class Message(NamedTuple):
+    """A request in a queue."""
+
+    client: str
+    request: int
+    is_refused: bool  # the worker must not run it: its content is in quarantine
+
+
+class Infer(NamedTuple):
+    """A request on the connection between client and daemon."""
+
+    request: int
+
+
+class Answer(NamedTuple):
+    """An answer, on a channel or on the connection."""
+
+    request: int
+
+
+class Reconnected(NamedTuple):
+    """A worker reports to the next daemon that it still reads these channels."""
+
+    channels: tuple[int, ...]
+
+
+class DaemonLost(NamedTuple):
+    """The end of a connection to a daemon."""
+
+    daemon: str
+
+
+class Process:
+    """A process that is killed before operation `fuse`, and during whose operation `interrupt` others run."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.fuse = -1
+        self.interrupt: tuple[int, Callable[[], None]] | None = None
+
+    def operate(self) -> None:
+        """Called before each operation."""
+        if self.interrupt is not None:
+            count, action = self.interrupt
+            self.interrupt = (count - 1, action) if count else None
+            if not count:
+                action()
+        if self.fuse == 0:
+            raise Died
+        self.fuse -= 1
+
+    def armed(self, fuse: int, action: Callable[[], Any]) -> None:
+        """Run an action that is killed before its operation number `fuse`; -1 for no kill."""
+        self.fuse = fuse
+        try:
+            action()
+        except Died:
+            self.world.kill(self)
+        finally:
+            self.fuse = -1
+            self.interrupt = None
+
+
+class Daemon(Process):
+    """A daemon with its page and the rows of its workers."""
+
+    table_type: type[ChannelTable] = ChannelTable
+
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, f"daemon {number}")
+        memory = Memory(LAYOUT.daemon_page_bytes)
+        self.memory = memory.page
+        self.table = self.table_type(LAYOUT, DaemonPage(LAYOUT, memory.watched(self.operate)), 1000 * number + 1)
+        self.row_memories = [Memory(LAYOUT.row_bytes) for _ in range(MAX_ROWS)]
+        self.row_memory = [memory.page for memory in self.row_memories]
+        self.rows: dict[str, int] = {}
+        self.relay: list[tuple[str, int]] = []
+        self.table.rows.readers = [RowReader(LAYOUT, page, world.now) for page in self.row_memory]
+        self.granted: dict[int, tuple[int, int]] = {}
+        for tenant in TENANTS:
+            self.table.add_tenant(tenant, 1.0, world.now)
+
+    def run_actions(self) -> None:
+        while actions := self.table.take_actions():
+            for action in actions:
+                self.run_action(action)
+
+    def run_action(self, action: Any) -> None:
+        world = self.world
+        self.operate()
+        if isinstance(action, Notify):
+            if (client := world.clients.get(action.client)) is not None and client.daemon is self:
+                client.inbox.append(action.notice)
+        elif isinstance(action, Order):
+            self.order(action)
+        elif isinstance(action, ShutDown):
+            world.pairs[action.channel].is_shut = True
+            world.wake(action.channel)
+        elif isinstance(action, ReadQueue):
+            self.read_queue(action.channel)
+        elif isinstance(action, Relay):
+            self.relay.append((action.client, action.request))
+        elif isinstance(action, CloseDuplicate):
+            world.pairs[action.channel].close(self.name)
+            world.closed.add(action.channel)
+        else:
+            self.replace(action)
+
+    def order(self, action: Order) -> None:
+        worker = self.world.workers.get(action.worker)
+        if worker is not None and worker.daemon is self:
+            worker.orders.append(action.order)
+            if isinstance(action.order, AddChannel):
+                self.world.pairs[action.order.channel].holders.add(worker.name)
+            worker.is_asleep = False
+
+    def replace(self, action: ReplaceWorker) -> None:
+        assert self.world.has_corruption
+        if (worker := self.world.workers.get(action.worker)) is not None:
+            self.world.kill(worker)
+
+    def read_queue(self, serial: int) -> None:
+        pair = self.world.pairs[serial]
+        while True:
+            self.operate()
+            message = pair.worker_receive()
+            if isinstance(message, Message):
+                self.table.on_queued(serial, message.request, b"")
+                continue
+            if pair.to_workers:
+                continue
+            if message is Result.END:
+                self.table.on_queue_end(serial)
+            return
+
+    def grant(self, client: Client, tenant: int, generation: int, limits: tuple[int, int]) -> None:
+        expires_at = self.world.now + LIFETIME_S
+        serial = self.table.grant(client.name, tenant, generation, limits, expires_at, self.world.now)
+        if serial is None:
+            return
+        pair = self.world.pairs[serial] = Pair(serial)
+        pair.holders.add(self.name)
+        client.pairs.append(serial)
+        self.granted[serial] = limits
+        self.run_actions()
+
+    def refill(self, serial: int, requests: int, nbytes: int) -> None:
+        if (limits := self.granted.get(serial)) is not None:
+            self.granted[serial] = limits[0] + requests, limits[1] + nbytes
+        self.table.refill(serial, requests, nbytes, self.world.now + LIFETIME_S, self.world.now)
+        self.run_actions()
+
+    def end(self, serial: int, event: ChannelEvent) -> None:
+        self.table.end(serial, event)
+        self.run_actions()
+
+    def receive(self, worker: Worker) -> None:
+        if not worker.reports:
+            return
+        report = worker.reports.popleft()
+        self.on_report(worker, report)
+        self.run_actions()
+
+    def on_report(self, worker: Worker, report: Any) -> None:
+        if isinstance(report, Reconnected):
+            self.table.add_worker(worker.name, worker.generation, self.row_of(worker))
+            self.table.on_unheld(worker.name, report.channels)
+        else:
+            self.table.on_report(worker.name, report)
+
+    def row_of(self, worker: Worker) -> RowReader:
+        return self.table.rows.readers[self.rows[worker.name]]
+
+    def new_row(self, worker: str) -> int:
+        """Return the number of a free row; row `n` is `row_memory[n]`."""
+        number = min(set(range(MAX_ROWS)) - set(self.rows.values()))
+        self.rows[worker] = number
+        return number
+
+    def serve(self, client: Client) -> None:
+        """Read one message of a client."""
+        if client.outbox:
+            self.relay.append((client.name, client.outbox.popleft().request))
+
+    def run_relayed(self) -> None:
+        if self.relay:
+            name, request = self.relay.pop(0)
+            self.operate()
+            self.world.run(name, request)
+            self.operate()
+            if (client := self.world.clients.get(name)) is not None and client.daemon is self:
+                client.inbox.append(Answer(request))
+
+    def reap(self, worker: Worker) -> None:
+        """A worker has exited: read its last messages, then its row."""
+        for report in worker.reports:
+            self.on_report(worker, report)
+            self.run_actions()
+        if worker.name in self.table._workers:
+            self.table.on_worker_exit(worker.name, self.world.now)
+        self.rows.pop(worker.name, None)
+        self.run_actions()
+
+
+class Worker(Process):
+    """A worker that reads channels of one generation."""
+
+    session_type: type[ChannelSession] = ChannelSession
+    scheduler_type: type[PullScheduler] = PullScheduler
+
+    def __init__(self, world: World, name: str, generation: int) -> None:
+        super().__init__(world, name)
+        self.generation = generation
+        self.orders: collections.deque[Any] = collections.deque()
+        self.reports: collections.deque[Any] = collections.deque()
+        self.sessions: list[ChannelSession] = []
+        self.is_asleep = False
+        self.has_request = False
+        self.ready: set[int] = set()
+        self.join(world.daemon)
+        self.steps = self.life()
+
+    def join(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        own = daemon.row_memories[daemon.new_row(self.name)].watched(self.operate)
+        scheduler = self.scheduler_type(daemon.memory, daemon.row_memory, own, daemon.row_memory)
+        self.sessions.append(self.session_type(LAYOUT, daemon.memory, own, scheduler, self.generation))
+
+    def send(self, report: Any) -> None:
+        self.operate()
+        if self.daemon is self.world.daemon:
+            self.reports.append(report)
+
+    def close(self, releases: list[Released]) -> None:
+        for released in releases:
+            self.operate()
+            self.world.pairs[released.channel].close(self.name)
+            self.ready.discard(released.channel)
+            self.send(released)
+
+    def readable(self, session: ChannelSession) -> list[PulledChannel]:
+        """Return the channels that epoll reports."""
+        pairs, world = self.world.pairs, self.world
+        return [
+            each
+            for serial, each in session.channels.items()
+            if pairs[serial].is_readable and (serial in self.ready or not world.is_exclusive)
+        ]
+
+    def follow_orders(self) -> None:
+        while self.orders:
+            order = self.orders.popleft()
+            if isinstance(order, AddChannel):
+                self.ready.add(order.channel)
+                self.close(self.sessions[-1].add(order))
+            elif isinstance(order, DaemonLost):
+                if order.daemon == self.daemon.name:
+                    self.reconnect()
+            else:
+                for session in self.sessions:
+                    self.close(session.release(order.channel))
+
+    def reconnect(self) -> None:
+        serials = [each for session in self.sessions for each in session.on_new_daemon()]
+        for serial in serials:
+            self.operate()
+            self.world.pairs[serial].is_shut = True
+            self.world.wake(serial)
+        self.reports.clear()
+        self.join(self.world.daemon)
+        self.send(Reconnected(tuple(serials)))
+
+    def life(self) -> Iterator[None]:
+        while True:
+            self.follow_orders()
+            for session in list(self.sessions):
+                channel = session.choose(self.readable(session), self.world.now)
+                self.close(session.take_releases())
+                if channel is not None:
+                    self.has_request = True
+                    yield from self.serve(session, channel)
+                    self.has_request = False
+                    break
+            else:
+                self.is_asleep = not self.orders and not any(self.readable(session) for session in self.sessions)
+                yield
+
+    def serve(self, session: ChannelSession, channel: PulledChannel) -> Iterator[None]:
+        yield
+        self.operate()
+        message = self.world.pairs[channel.serial].worker_receive()
+        if message is Result.NOTHING:
+            session.on_nothing()
+        elif message is Result.END:
+            self.close(session.on_end(channel))
+        else:
+            yield
+            reason = session.on_request(channel, message.request, NBYTES, self.world.now)
+            yield
+            if reason or message.is_refused:
+                yield from self.hand_over(session, channel, reason or "quarantined")
+            else:
+                yield from self.run(session, channel, message)
+
+    def hand_over(self, session: ChannelSession, channel: PulledChannel, reason: str) -> Iterator[None]:
+        handed = session.hand_over(channel, b"", reason)
+        yield
+        self.send(handed)
+        yield
+        self.close(session.on_handed_over(channel))
+
+    def run(self, session: ChannelSession, channel: PulledChannel, message: Message) -> Iterator[None]:
+        self.world.started.add((message.client, message.request))
+        session.run(channel, self.world.now)
+        self.operate()
+        self.world.run(message.client, message.request)
+        self.world.on_channel_run(self, channel.serial)
+        yield
+        session.on_result(channel, 0.01)
+        yield
+        self.operate()
+        assert channel.serial not in self.world.closed, "an answer after the end of the channel was confirmed"
+        if self.world.pairs[channel.serial].worker_send(Answer(message.request)) is Result.FULL:
+            self.send(session.drop_answer(channel))
+        yield
+        session.on_answered(channel)
+
+    def step(self) -> None:
+        if not self.is_asleep or self.orders:
+            self.is_asleep = False
+            next(self.steps)
+
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+class Client(Process):
+    """A client of one tenant."""
+
+    calls_type: type[ChannelCalls] = ChannelCalls
+
+    def __init__(self, world: World, name: str, tenant: int, is_greedy: bool) -> None:
+        super().__init__(world, name)
+        self.tenant = tenant
+        self.is_greedy = is_greedy
+        self.calls = self.calls_type()
+        self.inbox: collections.deque[Any] = collections.deque()
+        self.outbox: collections.deque[Infer] = collections.deque()
+        self.pairs: list[int] = []
+        self.daemon: Daemon | None = world.daemon
+        self.count = 0
+
+    def submit(self, is_refused: bool) -> None:
+        self.count += 1
+        request, world = self.count, self.world
+        world.outcomes[self.name, request] = None
+        channel = self.calls.channel if self.is_greedy else self.calls.usable_channel(NBYTES, world.now)
+        if channel is not None:
+            self.operate()
+            pair = world.pairs[channel.serial]
+            result = pair.client_send(Message(self.name, request, is_refused))
+            if result is None:
+                world.wake(channel.serial)
+                self.calls.on_sent(channel, request, NBYTES)
+                return
+            if result is not Result.FULL:
+                self.calls.on_unwritable(channel)
+        if self.daemon is None:
+            world.settle(self.name, request, "not run")
+            return
+        self.operate()
+        self.outbox.append(Infer(request))
+        self.calls.on_sent_to_daemon(request)
+
+    def send_empty(self) -> None:
+        channel = self.calls.channel
+        if channel is not None and self.world.pairs[channel.serial].client_send(EMPTY) is None:
+            self.world.wake(channel.serial)
+
+    def time_out(self) -> None:
+        """The deadline of the oldest pending call passes."""
+        if self.calls.states:
+            request = min(self.calls.states)
+            self.world.timed_out.add((self.name, request))
+            self.act(self.calls.on_timeout(request))
+
+    def act(self, actions: list[Any]) -> None:
+        for action in actions:
+            if isinstance(action, SendToDaemon):
+                if self.daemon is None:
+                    self.calls.on_timeout(action.request)
+                    self.world.settle(self.name, action.request, "not run")
+                else:
+                    self.outbox.append(Infer(action.request))
+            else:
+                assert isinstance(action, Fail)
+                self.world.settle(self.name, action.request, "may have run")
+
+    def read_channel(self, serial: int) -> bool:
+        """Read one message of a channel; return whether there may be more."""
+        self.operate()
+        message = self.world.pairs[serial].client_receive()
+        if isinstance(message, Answer):
+            if self.calls.on_answer(message.request, is_from_daemon=False):
+                self.world.settle(self.name, message.request, "answer")
+        elif message is Result.END:
+            self.pairs.remove(serial)
+            self.act(self.calls.on_channel_end(serial))
+        return message not in (Result.END, Result.NOTHING)
+
+    def read_channels(self) -> None:
+        for serial in list(self.pairs):
+            while self.read_channel(serial):
+                pass
+
+    def read_connection(self) -> None:
+        if not self.inbox:
+            return
+        message = self.inbox.popleft()
+        if isinstance(message, Answer):
+            if self.calls.on_answer(message.request, is_from_daemon=True):
+                self.world.settle(self.name, message.request, "answer")
+        elif isinstance(message, DaemonLost):
+            if self.daemon is None or message.daemon != self.daemon.name:
+                return
+            self.daemon = None
+            self.outbox.clear()
+            self.act(self.calls.on_daemon_lost())
+            self.daemon = self.world.daemon
+        else:
+            self.calls.on_notice(message)
+            self.read_channels()
+            self.act(self.calls.on_channel_read())
+
+
+class World:
+    """All processes, and the counts of the test."""
+
+    worker_type: type[Worker] = Worker
+    daemon_type: type[Daemon] = Daemon
+    client_type: type[Client] = Client
+    is_exclusive = False  # EPOLLEXCLUSIVE
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pairs: dict[int, Pair] = {}
+        self.closed: set[int] = set()
+        self.clients: dict[str, Client] = {}
+        self.workers: dict[str, Worker] = {}
+        self.dead_workers: list[Worker] = []
+        self.runs: collections.Counter[tuple[str, int]] = collections.Counter()
+        self.channel_runs: collections.Counter[int] = collections.Counter()
+        self.started: set[tuple[str, int]] = set()  # requests of which a worker's row says that they may have run
+        self.timed_out: set[tuple[str, int]] = set()
+        self.has_corruption = False
+        self.outcomes: dict[tuple[str, int], str | None] = {}
+        self.restarts = 0
+        self.worker_count = 0
+        self.deaths = 0
+        self.gone: list[int] = []  # channels whose clients have exited, for the daemon to notice
+        self.daemon = self.daemon_type(self, 0)
+
+    # --- reports of processes to the test ----------------------------------------------------------------------------
+
+    def run(self, client: str, request: int) -> None:
+        self.runs[client, request] += 1
+        assert self.runs[client, request] == 1, f"{client}: request {request} runs twice"
+
+    def on_channel_run(self, worker: Worker, serial: int) -> None:
+        self.channel_runs[serial] += 1
+        limits = self.daemon.granted.get(serial)
+        if self.has_corruption:
+            return
+        if limits is not None and worker.daemon is self.daemon:
+            assert self.channel_runs[serial] <= limits[0], "more requests run than the channel had credits for"
+
+    def settle(self, client: str, request: int, outcome: str) -> None:
+        assert self.outcomes[client, request] is None, f"{client}: request {request} ends twice"
+        self.outcomes[client, request] = outcome
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    def add_worker(self, generation: int) -> None:
+        if len(self.daemon.rows) < MAX_WORKERS and len(self.workers) < MAX_WORKERS:
+            self.worker_count += 1
+            worker = self.worker_type(self, f"worker {self.worker_count}", generation)
+            self.workers[worker.name] = worker
+            self.daemon.table.add_worker(worker.name, generation, self.daemon.row_of(worker))
+            self.daemon.run_actions()
+
+    def kill(self, process: Process) -> None:
+        self.deaths += 1
+        if isinstance(process, Worker):
+            del self.workers[process.name]
+            for serial, pair in self.pairs.items():
+                pair.close(process.name)
+                self.wake(serial)
+            self.dead_workers.append(process)
+        elif isinstance(process, Client):
+            del self.clients[process.name]
+            self.gone += process.pairs
+            for serial in process.pairs:
+                self.pairs[serial].close_client()
+                self.wake(serial)
+        else:
+            assert process is self.daemon
+            self.restart_daemon()
+
+    def restart_daemon(self) -> None:
+        old = self.daemon
+        self.restarts += 1
+        for pair in self.pairs.values():
+            pair.close(old.name)
+        self.daemon = self.daemon_type(self, self.restarts)
+        self.dead_workers = []
+        for worker in self.workers.values():
+            worker.orders.append(DaemonLost(old.name))
+        for client in self.clients.values():
+            client.inbox.append(DaemonLost(old.name))
+
+    def notice_gone(self) -> None:
+        """The daemon notices that the clients of channels have exited."""
+        while self.gone:
+            self.daemon.end(self.gone.pop(), ChannelEvent.CLIENT_GONE)
+
+    def corrupt(self, worker: Worker, index: int, value: float) -> None:
+        """A worker writes a value that no working worker writes."""
+        row = worker.daemon.row_memory[worker.daemon.rows[worker.name]]
+        index %= LAYOUT.row_bytes // WORD_BYTES
+        if isinstance(value, int):
+            row.words[index] = value
+        else:
+            row.reals[index] = value
+        self.has_corruption = True
+
+    def wake(self, serial: int) -> None:
+        """Wake the workers that wait for a channel to become readable."""
+        holders = [
+            each for each in self.workers.values() if any(serial in session.channels for session in each.sessions)
+        ]
+        if self.is_exclusive:
+            asleep = [each for each in holders if each.is_asleep]
+            holders = asleep[:1] or holders
+        for worker in holders:
+            worker.is_asleep = False
+            worker.ready.add(serial)
+
+    # --- invariants ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        for worker in self.workers.values():
+            if worker.is_asleep and not worker.orders:
+                waiting = [
+                    each for session in worker.sessions for each in session.channels if self.pairs[each].to_workers
+                ]
+                assert not waiting, f"{worker.name} sleeps beside readable channels {waiting}"
+        self.check_credits()
+
+    def check_credits(self) -> None:
+        if self.has_corruption:
+            return
+        words = self.daemon.memory.words
+        for serial, channel in self.daemon.table.channels.items():
+            if channel.machine.state is ChannelState.UNHELD:
+                continue
+            index, row_index = LAYOUT.channel(channel.slot), LAYOUT.row_channel(channel.slot)
+            excess = (
+                sum(row.words[row_index + REQUESTS] for row in self.daemon.row_memory) - words[index + REQUEST_LIMIT]
+            )
+            assert excess <= self.worker_count, f"channel {serial}: {excess} requests beyond its credits"
+
+    def check_accounts(self) -> None:
+        """All requests that were taken have ended, or their worker has exited."""
+        if self.has_corruption:
+            return
+        for slot in range(LAYOUT.channel_slots):
+            index = LAYOUT.row_channel(slot)
+            taken = sum(row.words[index + REQUESTS] for row in self.daemon.row_memory)
+            ended = sum(row.words[index + ENDED] for row in self.daemon.row_memory)
+            nbytes = sum(row.words[index + BYTES] for row in self.daemon.row_memory)
+            assert 0 <= taken - ended <= self.deaths, f"accounts: {taken} requests taken, {ended} ended"
+            assert abs(nbytes - NBYTES * taken) <= NBYTES * self.deaths, f"accounts: {nbytes} bytes"
+
+    def finish(self) -> None:
+        """Let all processes run, without further faults, until nothing moves; then check how each call has ended."""
+        for _ in range(400):
+            self.turn()
+            self.check()
+        for (name, request), outcome in self.outcomes.items():
+            if name in self.clients:
+                self.check_outcome(name, request, outcome)
+        self.check_accounts()
+
+    def turn(self) -> None:
+        """Let each process do a little."""
+        daemon = self.daemon
+        self.notice_gone()
+        daemon.table.inspect_rows(self.now)
+        daemon.run_actions()
+        served = {worker.generation for worker in self.workers.values()}
+        for generation in {channel.generation for channel in daemon.table.channels.values()} - served:
+            daemon.table.end_generation(generation, ChannelEvent.END_GENERATION)
+        daemon.run_actions()
+        for worker in self.dead_workers:
+            if worker.daemon is daemon:
+                daemon.reap(worker)
+        self.dead_workers.clear()
+        for worker in self.workers.values():
+            worker.step()
+            if worker.daemon is daemon:
+                daemon.receive(worker)
+        for client in self.clients.values():
+            daemon.serve(client)
+            client.read_channels()
+            client.read_connection()
+        daemon.run_relayed()
+
+    def check_outcome(self, name: str, request: int, outcome: str | None) -> None:
+        runs = self.runs[name, request]
+        assert outcome is not None, f"{name}: request {request} has no end"
+        if outcome == "answer":
+            assert runs == 1
+        elif outcome == "not run":
+            assert runs == 0, (
+                f"{name}: request {request} has run, and its client got the error of a request that has not"
+            )
+        elif not (self.restarts or self.has_corruption or (name, request) in self.timed_out):
+            assert (name, request) in self.started, (
+                f"{name}: request {request} has not run, and its client got the error of one that may have"
+            )

@@ -1,0 +1,214 @@
+"""Decides which direct channel an idle worker reads next: weighted fair queueing without a broker. No I/O, no clock.
+
+Each worker reads the requests of all clients of its model itself. It takes the next request of the tenant with the
+lowest virtual time, and of this tenant's channels the one that it served longest ago. The virtual time of a tenant is
+the device seconds that all workers of the device have spent on the tenant, divided by the tenant's weight. The rows of
+the workers have these seconds (`weightd_common.channels.pages`), so the workers of all models of a device share them.
+
+When a request starts, its expected cost is charged; when it ends, the measured time replaces the expected cost. A
+tenant that was idle is raised to the virtual time of the model, at which the latest request of the model started: the
+tenant gets no credit for the past. Raising is idempotent. Each worker that raises a tenant stores a base, and only the
+greatest base of all workers counts. So two workers that raise a tenant at the same time raise it once.
+
+A tenant that alone uses another model of the device gets ahead of all others. A request for which no other tenant waits
+at this worker is free for a tenant that is more than a second ahead of the requests that run on the device. Without
+this limit, a tenant that begins to use a second model would be raised to a time that the first model never reaches.
+
+The daemon changes the weight of a tenant by one store, and the tenant's offset by another. A request that runs at that
+time is charged by the weight with which it started.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
+
+from weightd_common.channels.messages import EXPIRED, FOREIGN, ORDERED, OVERDRAWN
+from weightd_common.channels.pages import (
+    BASE,
+    BYTE_LIMIT,
+    BYTES,
+    EXPIRES_AT,
+    MAX_VIRTUAL_S,
+    OFFSET,
+    REQUEST_LIMIT,
+    SLOT_OPEN,
+    STAGE,
+    STAGE_RUNNING,
+    START,
+    STATE,
+    Layout,
+    Page,
+)
+
+if TYPE_CHECKING:
+    from weightd_common.channels.pages import Reals
+
+# A tenant that sends requests again after it was idle starts this number of expected costs behind the device's virtual
+# time. With less, a tenant with one request at a time would fall behind by the time of its own round trip.
+_RETURN_COSTS = 2.0
+
+# A tenant that is alone at a worker gets at most this number of device seconds, divided by its weight, ahead of the
+# requests that run on the device, plus the cost of one request.
+_MAX_LEAD_S = 1.0
+
+# Weight of the latest request in the exponentially weighted mean of a tenant's costs.
+_MEAN_WEIGHT = 0.2
+
+
+class PulledChannel:
+    """A channel that this worker reads.
+
+    Attributes:
+        serial: the channel's serial.
+        tenant: the tenant slot.
+        index: the index of the channel's entry in the daemon's page.
+        row_index: the index of the channel's entry in each row.
+        weight_index: the index of the tenant's entry in the daemon's page.
+        used_index: the index of the tenant's entry in each row.
+        last_turn: the number of the decision that last chose this channel; 0 if none has.
+    """
+
+    __slots__ = ("index", "last_turn", "row_index", "serial", "tenant", "used_index", "weight_index")
+
+    def __init__(self, layout: Layout, slot: int, serial: int, tenant: int) -> None:
+        self.serial = serial
+        self.tenant = tenant
+        self.index = layout.channel(slot)
+        self.row_index = layout.row_channel(slot)
+        self.weight_index = layout.tenant(tenant)
+        self.used_index = layout.row_tenant(tenant)
+        self.last_turn = 0
+
+
+class PullScheduler:
+    """Chooses the next channel, and charges the requests that this worker runs to their tenants.
+
+    Args:
+        page: the daemon's page of the device.
+        rows: the rows of all workers of the device, including this worker's.
+        own: this worker's row.
+        peers: the rows of the workers of this worker's model, including its own.
+
+    Attributes:
+        stopped: the readable channels that `choose` has found to have ended, each with the reason. The worker has to
+            release them, because they stay readable.
+    """
+
+    def __init__(self, page: Page, rows: Sequence[Page], own: Page, peers: Sequence[Page]) -> None:
+        self._page_words, self._page_reals = page
+        self._row_words = [row.words for row in rows]
+        self._row_reals = [row.reals for row in rows]
+        self._peer_reals = [row.reals for row in peers]
+        self._own = own.reals
+        self._turn = 0
+        # The mean cost of a request of each tenant.
+        self._costs: Dict[int, float] = {}
+        # Virtual times of the tenants that were readable at the last decision.
+        self._times: Dict[int, float] = {}
+        # The running request: the virtual seconds for a device second, and the tenant's seconds before the request.
+        self._charged_rate = 1.0
+        self._charged_before = 0.0
+        self.stopped: List[Tuple[PulledChannel, str]] = []
+
+    def choose(self, readable: Iterable[PulledChannel], now: float) -> Optional[PulledChannel]:
+        """Return the channel from which this worker reads the next request; None if no readable channel is usable."""
+        times: Dict[int, float] = {}
+        chosen: Optional[PulledChannel] = None
+        chosen_time = 0.0
+        for channel in readable:
+            time = times.get(channel.tenant)
+            if time is None:
+                time = times[channel.tenant] = self.virtual_time(channel)
+            if chosen is None or time < chosen_time or (time == chosen_time and channel.last_turn < chosen.last_turn):
+                chosen, chosen_time = channel, time
+        if chosen is None:
+            return None
+        reason = self._end_reason(chosen, now)
+        if reason:
+            self.stopped.append((chosen, reason))
+            return self.choose([each for each in readable if each is not chosen], now)
+        self._times = times
+        self._turn += 1
+        chosen.last_turn = self._turn
+        return chosen
+
+    def refusal(self, channel: PulledChannel, now: float) -> str:
+        """Return why this worker must not run a request that it has taken and counted; "" if it may."""
+        index, row_index = channel.index, channel.row_index
+        requests = nbytes = 0
+        for row in self._row_words:
+            requests += row[row_index]
+            nbytes += row[row_index + BYTES]
+        words = self._page_words
+        if requests > words[index + REQUEST_LIMIT] or nbytes > words[index + BYTE_LIMIT]:
+            return OVERDRAWN
+        return self._end_reason(channel, now)
+
+    def charge(self, channel: PulledChannel) -> None:
+        """Charge the expected cost of a request of the channel that `choose` has returned. The request starts now."""
+        own, index = self._own, channel.used_index
+        rate = 1.0 / self._page_reals[channel.weight_index]
+        expected_s = self._costs.get(channel.tenant, 0.0)
+        time = self._times[channel.tenant]
+        model_time = _greatest(self._peer_reals, START)
+        floor = model_time - _RETURN_COSTS * expected_s * rate
+        if time < floor:
+            # Another worker may have raised the tenant since `choose`. The base does not depend on earlier bases, so
+            # the tenant is raised once.
+            own[index + BASE] = floor - self._used(channel)
+            time = floor
+        if len(self._times) == 1 and time > self._lowest_running() + _MAX_LEAD_S * rate:
+            rate = 0.0
+        before = own[index]
+        own[index] = before + expected_s * rate
+        own[START] = time if time > model_time else model_time
+        self._charged_rate, self._charged_before = rate, before
+
+    def settle(self, channel: PulledChannel, seconds: float) -> None:
+        """Replace the expected cost that `charge` has charged by the measured device seconds."""
+        self._own[channel.used_index] = self._charged_before + seconds * self._charged_rate
+        mean = self._costs.get(channel.tenant)
+        self._costs[channel.tenant] = seconds if mean is None else mean + _MEAN_WEIGHT * (seconds - mean)
+
+    def virtual_time(self, channel: PulledChannel) -> float:
+        """Return the virtual time of a channel's tenant in seconds."""
+        return self._used(channel) + _greatest(self._row_reals, channel.used_index + BASE)
+
+    def _used(self, channel: PulledChannel) -> float:
+        """Return the virtual time of a channel's tenant without its base."""
+        index = channel.used_index
+        used = 0.0
+        for row in self._row_reals:
+            used += row[index]
+        # NaN compares false. A worker that has crashed may have written anything.
+        if not -MAX_VIRTUAL_S <= used <= MAX_VIRTUAL_S:
+            values = [row[index] for row in self._row_reals]
+            used = sum(value for value in values if -MAX_VIRTUAL_S <= value <= MAX_VIRTUAL_S)
+        return used + self._page_reals[channel.weight_index + OFFSET]
+
+    def _end_reason(self, channel: PulledChannel, now: float) -> str:
+        """Return why this worker must not read a channel any more; "" if it may."""
+        words, index = self._page_words, channel.index
+        if words[index] != channel.serial:
+            return FOREIGN
+        if words[index + STATE] != SLOT_OPEN:
+            return ORDERED
+        return "" if now < self._page_reals[index + EXPIRES_AT] else EXPIRED
+
+    def _lowest_running(self) -> float:
+        """Return the lowest virtual time at which a request that runs on the device started; infinity if none runs."""
+        lowest = float("inf")
+        for words, reals in zip(self._row_words, self._row_reals):
+            if words[STAGE] == STAGE_RUNNING and reals[START] < lowest:
+                lowest = reals[START]
+        return lowest
+
+
+def _greatest(rows: Sequence[Reals], index: int) -> float:
+    """Return the greatest plausible value of a word, at least 0.0. NaN compares false."""
+    greatest = 0.0
+    for row in rows:
+        value = row[index]
+        if greatest < value <= MAX_VIRTUAL_S:
+            greatest = value
+    return greatest
