@@ -69,7 +69,7 @@ Action = Union[SendToDaemon, Fail]
 
 
 class ClientChannel:
-    """The client's end of a channel, and what the client may still send on it. All counts begin with the channel.
+    """The client's end of a channel, with its limits. All counts begin with the channel.
 
     Attributes:
         serial: the channel's serial.
@@ -115,7 +115,7 @@ class ChannelCalls:
         self._notices: List[Notice] = []
         # The channels of the present connection that have not ended: the daemon reports what becomes of their requests.
         self._reported: Set[int] = set()
-        # Those of them that the caller has read to the end before the daemon's notice arrived.
+        # Of these, the channels that the caller has read to the end before the daemon's notice arrived.
         self._read_to_end: Set[int] = set()
 
     # --- sending ----------------------------------------------------------------------------------------------------

@@ -1,1 +1,106 @@
-"""Direct channels: requests go from the client to a worker without the daemon."""
+"""Direct channels: requests go from the client to a worker, and answers back, without the daemon on their way.
+
+The daemon grants channels, ends them and watches the workers. This package and its counterparts decide without I/O;
+`tests/daemon/channels` runs them as one model over simulated sockets.
+
+Parts
+-----
+
+======================================== =============================================================================
+`states`, `table`                        the state of each channel; grants, credits, ends, exits of workers
+`page`                                   writes the daemon's page of a device
+`rows`                                   reads the workers' rows, which may contain anything
+`weightd_common.channels.pages`          layout of the pages
+`weightd_common.channels.messages`       messages between daemon, clients and workers
+`weightd_worker.channels.pull_scheduler` the channel that a worker reads next; charges to tenants
+`weightd_worker.channels.row`            writes the worker's row
+`weightd_worker.channels.session`        the life of a request in a worker
+`weightd.channel_calls`                  the client's calls: channel or daemon, and the end of each call
+======================================== =============================================================================
+
+A channel is one `SOCK_SEQPACKET` pair, for one client, tenant, model and generation. The client holds one end. All
+workers of the generation and the daemon hold duplicates of the other end, so each request is read by exactly one of
+them, and requests outlive workers. Clients map no page.
+
+The rows of all workers of a device, of all its models, form one account. A row outlives its worker: the next worker
+continues it after `RowReader.repair`. So no sum ever falls, and an exit gives no tenant credit.
+
+Writers
+-------
+
+============================ ==================== =======================================================
+weight, offset of a tenant   daemon               at a grant of the slot, a reload, a quota
+slot of a channel            daemon               `open_channel` writes the state last; `free_channel` only
+                                                  after every worker has released the channel
+limits, expiry               daemon               before the client gets them, so a client that obeys its
+                                                  limits is never refused
+row                          its worker           in the order below; after the exit, the daemon repairs it
+============================ ==================== =======================================================
+
+Life of a request
+-----------------
+
+1. The client has credits and sends the request on the channel. Otherwise, and if sending fails, it sends the request
+   to the daemon, which relays it.
+2. Each idle worker polls all its channels, level-triggered and without EPOLLEXCLUSIVE. It chooses one, stores the
+   channel and TAKING, and reads one message without waiting.
+3. It stores the request's number and counts, then TAKEN. Now it compares the counts with the limits, which includes the
+   counts of workers that took a request at the same time.
+4. If the request must not run (limits, expiry, end of the channel, quarantine, unproven size), the worker stores
+   HANDING_OVER and sends the request to the daemon. The daemon notifies the client by `Adopted` and relays the request.
+5. Otherwise the worker charges the expected cost, stores the start and RUNNING, and runs the predict.
+6. It stores the measured cost and sends the answer. If the channel is full, it sends `AnswerDropped` to the daemon
+   instead. It counts the end and stores IDLE.
+
+Exit of a worker between any two operations
+-------------------------------------------
+
+The daemon reads all messages of the worker, then its row. The client reads the channel before it applies a notice,
+because answers may be in its queue.
+
+============================================ ========== ===============================================================
+the worker exits after                       stage      consequence
+============================================ ========== ===============================================================
+storing the channel                          IDLE       none; the request is still in the queue
+storing TAKING                               TAKING     as the next line: the daemon cannot know whether it was read
+reading the message, storing the number,     TAKING     the channel is revoked; at its end the client sends each request
+counting the request or its bytes                       without an answer again: none of them has run
+storing TAKEN, HANDING_OVER, base, charge,   TAKEN,     `Lost`, not run: the client sends the request to the daemon
+start or time; sending a part of the request HANDING..
+sending the whole request to the daemon      HANDING..  the daemon has adopted it; the client ignores `Lost`
+storing RUNNING, running, storing the cost   RUNNING    `Lost`, may have run: the call fails, the client does not repeat
+sending the answer, counting the end         RUNNING    the client has read the answer, and ignores `Lost`
+sending `AnswerDropped`                      RUNNING    `Lost`, may have run, twice; the second is ignored
+storing IDLE                                 IDLE       none
+============================================ ========== ===============================================================
+
+In every line before RUNNING, credits may be lost for the client, never gained, and the expected cost stays charged. A
+row that is implausible says nothing: the daemon revokes all channels of the worker, and their requests without an
+answer may have run. A worker that has been taken over can write a plausible lie; it can harm the clients of the
+channels that it holds.
+
+Exit of the daemon: clients and workers go on until the channel expires. The next daemon has no duplicates (UNHELD).
+Each worker that connects to it calls `shutdown(SHUT_RD)` on its descriptors, answers the queue under the earlier page,
+and releases the channels. A client that reads the end of such a channel fails the rest: it may have run. A request that
+the worker hands over from such a channel is dropped, because the next daemon does not know the client.
+
+Exit of the daemon between two stores to its page: the page has no group of words that must agree. A channel whose state
+is not stored is not open yet; a limit that is not stored gives no credit; a weight without its offset costs the tenant
+at most the virtual seconds that it was ahead.
+
+Exit of the client: the queue stays readable. The daemon sees the hang-up on its duplicate (ABANDONED), and the workers
+stop reading.
+
+End of a channel
+----------------
+
+The daemon calls `shutdown(SHUT_RD)` on its duplicate: the client's next send fails with EPIPE, queued requests stay
+readable, answers still arrive. REVOKED: workers answer the queue to its end. RECLAIMED: the page tells workers to stop,
+and the daemon reads the queue and relays it under the ordinary admission rules. The daemon reads the rest of every
+queue once more after the last release (DRAINED), because a client can send an empty message, which workers take for
+the end. Only then it sends `Ended`, closes its duplicate and frees the slot. So no worker answers on a channel whose
+end was confirmed.
+
+A worker stops reading a channel on its own if the channel has expired, is overdrawn, or seems to have ended. It reports
+`Released`, and the daemon reclaims the channel: otherwise a channel that stays readable would keep the worker awake.
+"""

@@ -43,7 +43,7 @@ _SLACK_S = 1000.0
 
 
 class Counts(NamedTuple):
-    """What a worker has counted for one channel slot, since the row was created."""
+    """Counts of a row for one channel slot, since the row was created."""
 
     requests: int
     nbytes: int
@@ -116,7 +116,7 @@ class RowReader:
         """Return when the running request started; None if no request runs.
 
         The worker may write in the meantime. It stores the start before the stage, so this method reads the stage
-        first: the returned time is never older than that of the request that runs.
+        first: the returned time is never older than the start of the request that runs.
         """
         if self._words[STAGE] != STAGE_RUNNING:
             return None

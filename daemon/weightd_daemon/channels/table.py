@@ -1,7 +1,7 @@
-"""The direct channels of one device: grants, credits, revocation, and what becomes of requests whose worker exits.
+"""The direct channels of one device: grants, credits, revocation, and the requests of workers that exit.
 
-No I/O and no clock. Each method takes an event and the time, and appends actions for the caller, who takes them with
-`take_actions` and executes them in order.
+No I/O and no clock. Each method takes an event and the time, and appends actions for the caller. The caller takes them
+with `take_actions` and executes them in order.
 
 The caller reports the exit of a worker only after it has reaped the process, and after it has passed on every message
 that the worker has sent. The row of a worker that has handed a request over does not show this request any more.

@@ -47,12 +47,16 @@ class Pair:
         self.is_shut = False
         self.has_client = True
         self.is_reset = False
+        self.is_reset_by_client = False
 
     @property
     def is_readable(self) -> bool:
         return bool(self.to_workers) or self.is_shut or not self.has_client
 
     def client_send(self, message: Any) -> Result | None:
+        if self.is_reset:
+            self.is_reset = False
+            return Result.BROKEN
         if self.is_shut or not self.holders:
             return Result.BROKEN
         if len(self.to_workers) >= self.capacity:
@@ -69,12 +73,18 @@ class Pair:
         return Result.NOTHING if self.holders else Result.END
 
     def worker_receive(self) -> Any:
+        if self.is_reset_by_client:
+            self.is_reset_by_client = False
+            return Result.RESET
         if self.to_workers:
             message = self.to_workers.popleft()
             return Result.END if message is EMPTY else message
         return Result.END if self.is_shut or not self.has_client else Result.NOTHING
 
     def worker_send(self, message: Any) -> Result | None:
+        if self.is_reset_by_client:
+            self.is_reset_by_client = False
+            return Result.BROKEN
         if not self.has_client:
             return Result.BROKEN
         if len(self.to_client) >= self.capacity:
@@ -90,6 +100,9 @@ class Pair:
 
     def close_client(self) -> None:
         self.has_client = False
+        if self.to_client:
+            self.to_client.clear()
+            self.is_reset_by_client = True
 
 
 class Memory:

@@ -169,7 +169,7 @@ class Daemon(Process):
             if isinstance(message, Message):
                 self.table.on_queued(serial, message.request, b"")
                 continue
-            if pair.to_workers:
+            if message is Result.RESET or pair.to_workers:
                 continue
             if message is Result.END:
                 self.table.on_queue_end(serial)
@@ -331,7 +331,7 @@ class Worker(Process):
         yield
         self.operate()
         message = self.world.pairs[channel.serial].worker_receive()
-        if message is Result.NOTHING:
+        if message in (Result.NOTHING, Result.RESET):
             session.on_nothing()
         elif message is Result.END:
             self.close(session.on_end(channel))

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from weightd_common.channels.pages import Reals
 
 # A tenant that sends requests again after it was idle starts this number of expected costs behind the device's virtual
-# time. With less, a tenant with one request at a time would fall behind by the time of its own round trip.
+# time. With less, a tenant with one request at a time would fall behind by the time of a round trip.
 _RETURN_COSTS = 2.0
 
 # A tenant that is alone at a worker gets at most this number of device seconds, divided by its weight, ahead of the

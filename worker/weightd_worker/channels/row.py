@@ -1,4 +1,4 @@
-"""A worker's row: the page that tells the daemon which request the worker has, and what it has taken.
+"""A worker's row: the page that tells the daemon which request the worker has, and how many it has taken.
 
 A worker may exit between any two stores. Therefore the order of the stores in each method is part of the contract; the
 docstring of `weightd_daemon.channels` lists how the daemon reads each state that a worker can leave behind.

@@ -3,7 +3,7 @@
 The caller does the I/O. For each request it calls the methods of `ChannelSession` in this order::
 
     choose             returns the channel to read; the caller reads one message from it without waiting
-    on_nothing         the queue was empty: another worker was quicker
+    on_nothing         EAGAIN: another worker was quicker; or ECONNRESET: the client has closed its end
     on_end             the queue has ended, or the message was empty
     on_request         returns "" if the request may run, else why it must not
       hand_over        the request must not run, or the caller refuses to run it: returns the message to the daemon
@@ -92,7 +92,7 @@ class ChannelSession:
         return [each for channel, reason in stopped for each in self.release(channel.serial, reason)]
 
     def on_nothing(self) -> None:
-        """The chosen channel had no message, because another worker has read it."""
+        """The chosen channel had no message, but has not ended."""
         self._row.cancel_taking()
 
     def on_end(self, channel: PulledChannel) -> List[Released]:
