@@ -99,10 +99,11 @@ class HandedOver(NamedTuple):
 
 
 class AnswerDropped(NamedTuple):
-    """worker → daemon: the request has run, but the channel had no space for the answer: the client does not read."""
+    """worker → daemon: the channel had no space for the answer to a request, because the client does not read."""
 
     channel: int
     request: int
+    has_run: bool
 
 
 WorkerReport = Union[Released, HandedOver, AnswerDropped]

@@ -12,13 +12,14 @@ A page has a header, then an entry for each tenant slot, then an entry for each 
     daemon page   header    version
                   tenant    weight, offset (seconds of virtual time)
                   channel   serial, state, generation, tenant slot, limit of requests, limit of bytes, expiry
-    row           header    version, start, current channel, current request, since, stage
+    row           header    version, start, current channel, current request, since, stage, finish
                   tenant    used (device seconds divided by the weight), base (seconds of virtual time)
                   channel   requests taken, bytes taken, requests ended, device seconds
 
 All counters and limits are cumulative: they only grow while the daemon runs, also when a channel slot is used again and
 when a new worker continues the row of a worker that has exited. The virtual time of a tenant is the sum of `used` over
-all rows, plus the greatest `base` of all rows, plus the tenant's `offset`.
+all rows, plus the greatest `base` of all rows, plus the tenant's `offset`. `start` and `finish` are the virtual time of
+the tenant of the latest request, before and after the charge of its expected cost.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ CURRENT_CHANNEL = 2
 CURRENT_REQUEST = 3
 SINCE = 4
 STAGE = 5
+FINISH = 6
 
 # A worker's entry of a tenant slot.
 USED = 0

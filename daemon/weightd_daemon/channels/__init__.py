@@ -71,6 +71,7 @@ sending the whole request to the daemon      HANDING..  the daemon has adopted i
 storing RUNNING, running, storing the cost   RUNNING    `Lost`, may have run: the call fails, the client does not repeat
 sending the answer, counting the end         RUNNING    the client has read the answer, and ignores `Lost`
 sending `AnswerDropped`                      RUNNING    `Lost`, may have run, twice; the second is ignored
+answering a late or invalid request          TAKEN      the client has read the answer, and ignores `Lost`
 storing IDLE                                 IDLE       none
 ============================================ ========== ===============================================================
 
@@ -95,11 +96,12 @@ End of a channel
 ----------------
 
 The daemon calls `shutdown(SHUT_RD)` on its duplicate: the client's next send fails with EPIPE, queued requests stay
-readable, answers still arrive. REVOKED: workers answer the queue to its end. RECLAIMED: the page tells workers to stop,
-and the daemon reads the queue and relays it under the ordinary admission rules. The daemon reads the rest of every
-queue once more after the last release (DRAINED), because a client can send an empty message, which workers take for
-the end. Only then it sends `Ended`, closes its duplicate and frees the slot. So no worker answers on a channel whose
-end was confirmed.
+readable, answers still arrive. REVOKED: workers answer the queue to its end. A worker reads the end in the tenant's
+turn, which may be far away; so the daemon also looks at the queue (SIOCINQ), and reclaims it when it is empty.
+RECLAIMED: the page tells workers to stop, and the daemon reads the queue and relays it under the ordinary admission
+rules. The daemon reads the rest of every queue once more after the last release (DRAINED), because a client can send an
+empty message, which workers take for the end. Only then it sends `Ended`, closes its duplicate and frees the slot. So
+no worker answers on a channel whose end was confirmed.
 
 A worker stops reading a channel on its own if the channel has expired, is overdrawn, or seems to have ended. It reports
 `Released`, and the daemon reclaims the channel: otherwise a channel that stays readable would keep the worker awake.

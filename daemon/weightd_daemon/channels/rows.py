@@ -116,7 +116,8 @@ class RowReader:
         """Return when the running request started; None if no request runs.
 
         The worker may write in the meantime. It stores the start before the stage, so this method reads the stage
-        first: the returned time is never older than the start of the request that runs.
+        first: the returned time is never older than the start of the request that runs. On processors
+        that reorder stores it may be; so the watchdog reads again before it acts.
         """
         if self._words[STAGE] != STAGE_RUNNING:
             return None

@@ -36,7 +36,7 @@ class ChannelEvent(enum.Enum):
     END_GENERATION = "end generation"  # the generation has failed, or is ended without draining
     CLIENT_GONE = "client gone"  # the client has closed its end
     RELEASED = "released"  # no worker holds the channel any more: each has released it or has exited
-    EMPTIED = "emptied"  # the daemon has read the queue to its end
+    EMPTIED = "emptied"  # the daemon has found the queue empty
 
 
 # The workers of the generation may hold a descriptor of the channel.
@@ -70,6 +70,7 @@ CHANNEL_TRANSITIONS: Mapping[tuple[ChannelState, ChannelEvent], ChannelState] = 
         (state, ChannelEvent.CLIENT_GONE): ChannelState.ABANDONED
         for state in (ChannelState.OPEN, ChannelState.REVOKED, ChannelState.RECLAIMED)
     },
+    (ChannelState.REVOKED, ChannelEvent.EMPTIED): ChannelState.RECLAIMED,
     (ChannelState.REVOKED, ChannelEvent.RELEASED): ChannelState.DRAINED,
     (ChannelState.RECLAIMED, ChannelEvent.RELEASED): ChannelState.DRAINED,
     (ChannelState.ABANDONED, ChannelEvent.RELEASED): ChannelState.CLOSED,

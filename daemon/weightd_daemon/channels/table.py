@@ -243,10 +243,12 @@ class ChannelTable:
         self._adopt(serial, request, payload)
 
     def on_queue_end(self, serial: int) -> None:
-        """The daemon has read a queue to its end."""
-        channel = self.channels.get(serial)
-        if channel is not None and channel.machine.state is ChannelState.DRAINED:
-            self.end(serial, ChannelEvent.EMPTIED)
+        """The daemon has read a queue to its end, or has found the queue of a revoked channel empty (SIOCINQ).
+
+        Workers read the end of a channel in the tenant's turn, which may be far away. So the daemon looks at the queues
+        of revoked channels now and then, and makes the workers release a channel at once when its queue is empty.
+        """
+        self.end(serial, ChannelEvent.EMPTIED)
 
     # --- workers ----------------------------------------------------------------------------------------------------
 
@@ -282,7 +284,7 @@ class ChannelTable:
         elif isinstance(report, HandedOver):
             self._adopt(report.channel, report.request, report.payload)
         else:
-            self._notify(channel, Lost(report.channel, report.request, may_have_run=True))
+            self._notify(channel, Lost(report.channel, report.request, report.has_run))
             self.end(report.channel, ChannelEvent.SLOW_READER)
 
     def on_worker_exit(self, worker: str, now: float) -> RowReader:

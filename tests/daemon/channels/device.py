@@ -16,7 +16,7 @@ from weightd_daemon.channels.table import ChannelTable
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.session import ChannelSession
 
-from .kernel import new_page
+from .kernel import new_page, watched
 
 FOREVER_S = 1e9
 _SEND_S = 50e-6  # a client sends its next request this long after an answer
@@ -53,18 +53,20 @@ class SimulatedWorker:
         self.device = device
         self.model = model
         self.is_idle = True
-        row = device.row_memory[number]
+        row = watched(device.row_memory[number], device.run_due)
         scheduler = device.scheduler_type(device.memory, device.row_memory, row, device.peers(model))
+        self.scheduler = scheduler
         self.session = ChannelSession(device.layout, device.memory, row, scheduler, model)
 
     def pull(self) -> None:
         """Take the next request if the worker is idle."""
         device = self.device
         readable = [each for each in self.session.channels.values() if device.by_serial[each.serial].queued]
-        channel = self.session.choose(readable, device.now) if self.is_idle and readable else None
-        if channel is None:
+        if not self.is_idle or not readable:
             return
         self.is_idle = False
+        channel = self.session.choose(readable, device.now)
+        assert channel is not None
         device.at(device.now + _TAKE_S, lambda: self.take(channel))
 
     def take(self, channel: PulledChannel) -> None:
@@ -72,14 +74,14 @@ class SimulatedWorker:
         device = self.device
         source = device.by_serial[channel.serial]
         if not source.queued:
-            self.session.on_nothing()
+            self.session.on_nothing(channel)
             self.is_idle = True
             self.pull()
             return
         sent_at = source.queued.popleft()
         reason = self.session.on_request(channel, next(device.numbers), 1, device.now)
         assert not reason
-        self.session.run(channel, device.now)
+        self.session.run(device.now)
         device.at(device.now + source.cost_s, lambda: self.finish(channel, source, sent_at))
 
     def finish(self, channel: PulledChannel, source: Source, sent_at: float) -> None:
@@ -108,10 +110,14 @@ class Device:
         workers: Sequence[int],
         sources: Sequence[Source],
         scheduler_type: type[PullScheduler] = PullScheduler,
+        interval: int = 7,
     ) -> None:
+        self.interval = interval
         self.layout = Layout(len(weights), len(sources))
         self.scheduler_type = scheduler_type
         self.now = 0.0
+        self._is_interrupted = False
+        self._store_count = 0
         self.numbers = itertools.count(1)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self.memory = new_page(self.layout.daemon_page_bytes)
@@ -140,6 +146,21 @@ class Device:
         for _ in range(source.in_flight):
             self.at(source.begin, lambda: self.send(source))
 
+    def add_worker(self, model: int) -> None:
+        """Start another worker."""
+        row = new_page(self.layout.row_bytes)
+        self.row_memory.append(row)
+        self.models.append(model)
+        self.table.rows.readers.append(RowReader(self.layout, row, self.now))
+        for worker in self.workers:
+            worker.scheduler.set_rows(self.row_memory, self.peers(worker.model))
+        worker = SimulatedWorker(self, len(self.workers), model)
+        self.workers.append(worker)
+        for source in self.sources:
+            if source.model == model:
+                worker.session.add(AddChannel(self.table.channels[source.serial].slot, source.serial))
+        worker.pull()
+
     def peers(self, model: int) -> list[Page]:
         """Return the rows of a model's workers."""
         return [row for row, of_model in zip(self.row_memory, self.models, strict=True) if of_model == model]
@@ -151,6 +172,15 @@ class Device:
         source.queued.append(self.now)
         for worker in self.workers:
             worker.pull()
+
+    def run_due(self) -> None:
+        """Let all other workers act that are due now, before one of `interval` stores of a worker."""
+        self._store_count += 1
+        if not self._is_interrupted and self._store_count % self.interval == 0:
+            self._is_interrupted = True
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            self._is_interrupted = False
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

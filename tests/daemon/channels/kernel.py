@@ -161,5 +161,26 @@ class WriterView:
         self._view.store(index, value, self._before_store)
 
 
+def watched(page: Page, before_store: Callable[[], None]) -> Page:
+    """Return the views of a page's writer, which read and write its memory without further checks."""
+    views: list[Any] = [PlainView(view, before_store) for view in page]
+    return Page(*views)
+
+
+class PlainView:
+    """A writer's view that calls `before_store` before each store."""
+
+    def __init__(self, memory: Any, before_store: Callable[[], None]) -> None:
+        self._memory = memory
+        self._before_store = before_store
+
+    def __getitem__(self, index: int) -> Any:
+        return self._memory[index]
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        self._before_store()
+        self._memory[index] = value
+
+
 def new_page(nbytes: int) -> Page:
     return page_over(memoryview(bytearray(nbytes)))

@@ -15,13 +15,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from testkit.examples import examples
 from weightd_daemon.channels.states import ChannelEvent
 
-from .world import LIFETIME_S, NBYTES, TENANTS, Client, Process, Worker, World
+from .world import LATE, LIFETIME_S, NBYTES, REFUSED, RUNNABLE, TENANTS, Client, Process, Worker, World
 
 _NEVER = -1
 _FUSES = st.sampled_from([_NEVER] * 6 + [*range(24)])
 _INTERRUPTS = st.one_of(st.none(), st.tuples(st.integers(0, 12), st.integers(0, 99), st.integers(1, 8)))
 _END_EVENTS = [ChannelEvent.REVOKE, ChannelEvent.RIGHTS_CHANGE, ChannelEvent.END_GENERATION]
 _ENDS = st.sampled_from(_END_EVENTS)
+_KIND_NAMES = [RUNNABLE, REFUSED, LATE]
+_KINDS = st.sampled_from(_KIND_NAMES)
 _WHICH = st.integers(0, 99)
 _GENERATIONS = (7, 8)
 _CORRUPT_VALUES = [float("nan"), float("inf"), -float("inf"), 1e300, 2**63, 2**62]
@@ -50,7 +52,7 @@ class ChannelMachine(RuleBasedStateMachine):
             self.grant(number, limit)
         self.read_all()
         for number in range(count):
-            self.submit(number, 1 + number, number == 1)
+            self.submit(number, 1 + number, _KIND_NAMES[number])
 
     # --- clients ----------------------------------------------------------------------------------------------------
 
@@ -63,11 +65,11 @@ class ChannelMachine(RuleBasedStateMachine):
             while client.inbox:
                 client.read_connection()
 
-    @rule(which=_WHICH, count=st.integers(1, 7), is_refused=st.booleans())
-    def submit(self, which: int, count: int, is_refused: bool) -> None:
+    @rule(which=_WHICH, count=st.integers(1, 7), kind=_KINDS)
+    def submit(self, which: int, count: int, kind: str) -> None:
         if (client := self.client(which)) is not None:
             for _ in range(count):
-                client.submit(is_refused)
+                client.submit(kind)
 
     @rule(which=_WHICH, count=st.integers(1, 4))
     def read_connection(self, which: int, count: int) -> None:
@@ -121,7 +123,7 @@ class ChannelMachine(RuleBasedStateMachine):
         elif running is not self.world.daemon:
             self.use_daemon(which, steps)
         if which % 3 == 0:
-            self.submit(which, 1, is_refused=False)
+            self.submit(which, 1, RUNNABLE)
 
     @rule(which=_WHICH)
     def kill_worker(self, which: int) -> None:
@@ -137,6 +139,10 @@ class ChannelMachine(RuleBasedStateMachine):
     def inspect_rows(self) -> None:
         self.world.daemon.table.inspect_rows(self.world.now)
         self.world.daemon.run_actions()
+
+    @rule(fuse=_FUSES, interrupt=_INTERRUPTS)
+    def look_at_queues(self, fuse: int, interrupt: tuple[int, int, int] | None) -> None:
+        self._as_daemon(fuse, interrupt, self.world.daemon.look_at_queues)
 
     @rule(generation=st.sampled_from(_GENERATIONS))
     def add_worker(self, generation: int) -> None:
@@ -255,6 +261,7 @@ _RULES = [
     ("send_empty", 0.5),
     ("corrupt", 0.2),
     ("inspect_rows", 1),
+    ("look_at_queues", 2),
     ("restart_daemon", 0.5),
     ("end_generation", 0.5),
 ]
@@ -266,7 +273,7 @@ _PARAMETERS: dict[str, Callable[[Random], Any]] = {
     "interrupt": lambda random: (
         None if random.random() < 0.6 else (random.randrange(13), random.randrange(100), random.randint(1, 8))
     ),
-    "is_refused": lambda random: random.random() < 0.2,
+    "kind": lambda random: random.choice([*_KIND_NAMES, RUNNABLE, RUNNABLE]),
     "is_noticed": lambda random: random.random() < 0.5,
     "generation": lambda random: random.choice(_GENERATIONS),
     "limit": lambda random: random.choice([1, 4, 100]),

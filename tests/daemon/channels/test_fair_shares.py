@@ -78,6 +78,13 @@ def test_one_request_beside_a_flood_waits_one_predict(others: list[Source], work
     assert waits[len(waits) * 99 // 100] <= 3.1 * _PREDICT_S
 
 
+def test_expected_costs_keep_one_tenant_from_taking_all_workers() -> None:
+    """With requests of one second, the charge at the start decides how many workers a tenant holds at once."""
+    device = Device([1, 1], [X] * 4, [many(A, 1.0), many(B, 1.0)])
+    device.run(101.0)
+    assert all(0.9 <= device.seconds(A, begin, begin + 1.0) <= 3.1 for begin in range(20, 100))
+
+
 def test_reloaded_weights_take_effect_at_once() -> None:
     device = Device([1, 1], [X, X], [many(A), many(B)])
     device.run(1.0)
@@ -111,6 +118,17 @@ def test_implausible_rows_of_other_workers_do_not_count(value: float) -> None:
         reals[device.layout.row_tenant(tenant) + BASE] = value
     device.run(3.0)
     assert device.shares(0.5, 3.0) == pytest.approx([0.25, 0.75], abs=_MAX_ERROR)
+
+
+def test_a_worker_that_starts_later_continues_the_shares() -> None:
+    device = Device([1, 3], [X], [many(A), many(B)])
+    device.run(2.0)
+    device.add_worker(X)
+    device.run(2.2)
+    assert device.shares(2.0, 2.2) == pytest.approx([0.25, 0.75], abs=0.04)
+    device.run(4.0)
+    assert device.shares(2.2, 4.0) == pytest.approx([0.25, 0.75], abs=_MAX_ERROR)
+    assert device.seconds(B, 2.2, 4.0) == pytest.approx(2 * 1.8 * 0.75, rel=0.05)
 
 
 def test_accounts_have_the_seconds_of_all_answers() -> None:

@@ -84,19 +84,27 @@ class AddingScheduler(PullScheduler):
         rows = self._row_reals
         return sum(row[channel.used_index + USED] + row[channel.used_index + BASE] for row in rows)
 
-    def charge(self, channel: PulledChannel) -> None:
-        index, time = channel.used_index, self._times[channel.tenant]
+    def _charge(self, channel: PulledChannel, time: float, now: float, is_alone: bool) -> None:
+        index = channel.used_index
         floor = max(row[START] for row in self._peer_reals) - 2 * self._costs.get(channel.tenant, 0.0)
         base = self._own[index + BASE]
-        super().charge(channel)
+        super()._charge(channel, time, now, is_alone)
         self._own[index + BASE] = base + max(0.0, floor - time)
 
 
-@pytest.mark.parametrize(("scheduler", "is_fair"), [(PullScheduler, True), (AddingScheduler, False)])
-def test_a_tenant_that_two_workers_raise_gets_its_share(scheduler: type[PullScheduler], is_fair: bool) -> None:
-    device = Device([1, 1], [0, 0], [Source(0, 64), Source(1, 64, begin=1.5)], scheduler)
-    device.run(2.5)
-    assert (device.shares(1.5, 2.5)[1] > 0.47) == is_fair
+def lowest_share(scheduler: type[PullScheduler]) -> float:
+    """Return the lowest share that a returning tenant gets if other workers act between different stores."""
+    shares = []
+    for interval in range(1, 16):
+        device = Device([1, 1], [0, 0], [Source(0, 64), Source(1, 64, begin=1.5)], scheduler, interval)
+        device.run(2.5)
+        shares.append(device.shares(1.5, 2.5)[1])
+    return min(shares)
+
+
+def test_finds_a_tenant_that_two_workers_raise_twice() -> None:
+    assert lowest_share(PullScheduler) > 0.48
+    assert lowest_share(AddingScheduler) < 0.4
 
 
 # --- ownership of a taken request -----------------------------------------------------------------------------------
@@ -168,7 +176,7 @@ class RepeatingCalls(ChannelCalls):
 
 
 def test_finds_a_repeated_request_that_may_have_run() -> None:
-    assert_found(machine_with(calls=RepeatingCalls), "runs twice")
+    assert_found(machine_with(calls=RepeatingCalls), "runs twice|error of a request that has not")
 
 
 class ImpatientCalls(ChannelCalls):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from weightd.channel_calls import ChannelCalls, Fail, SendToDaemon
-from weightd_common.channels.messages import AddChannel, Released
+from weightd_common.channels.messages import OVERDRAWN, AddChannel, Released
 from weightd_common.channels.pages import BYTES, ENDED, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
@@ -39,12 +39,17 @@ LIFETIME_S = 100.0
 NBYTES = 10
 
 
+RUNNABLE = "runnable"
+REFUSED = "refused"  # the worker must not run it: its content is in quarantine
+LATE = "late"  # the worker answers with an error: its deadline has passed
+
+
 class Message(NamedTuple):
     """A request in a queue."""
 
     client: str
     request: int
-    is_refused: bool  # the worker must not run it: its content is in quarantine
+    kind: str  # RUNNABLE, REFUSED or LATE
 
 
 class Infer(NamedTuple):
@@ -57,6 +62,7 @@ class Answer(NamedTuple):
     """An answer, on a channel or on the connection."""
 
     request: int
+    outcome: str = "answer"
 
 
 class Reconnected(NamedTuple):
@@ -196,6 +202,13 @@ class Daemon(Process):
         self.table.end(serial, event)
         self.run_actions()
 
+    def look_at_queues(self) -> None:
+        """Look whether the queues of revoked channels are empty."""
+        for serial, channel in list(self.table.channels.items()):
+            if channel.machine.state is ChannelState.REVOKED and not self.world.pairs[serial].to_workers:
+                self.table.on_queue_end(serial)
+        self.run_actions()
+
     def receive(self, worker: Worker) -> None:
         if not worker.reports:
             return
@@ -332,19 +345,23 @@ class Worker(Process):
         self.operate()
         message = self.world.pairs[channel.serial].worker_receive()
         if message in (Result.NOTHING, Result.RESET):
-            session.on_nothing()
+            session.on_nothing(channel)
         elif message is Result.END:
             self.close(session.on_end(channel))
         else:
             yield
             reason = session.on_request(channel, message.request, NBYTES, self.world.now)
             yield
-            if reason or message.is_refused:
+            if reason or message.kind == REFUSED:
                 yield from self.hand_over(session, channel, reason or "quarantined")
+            elif message.kind == LATE:
+                yield from self.answer(session, channel, Answer(message.request, "rejected"))
             else:
                 yield from self.run(session, channel, message)
 
     def hand_over(self, session: ChannelSession, channel: PulledChannel, reason: str) -> Iterator[None]:
+        if reason == OVERDRAWN and not self.world.has_corruption:
+            assert channel.serial in self.world.greedy, "a client within its credits was refused"
         handed = session.hand_over(channel, b"", reason)
         yield
         self.send(handed)
@@ -353,16 +370,19 @@ class Worker(Process):
 
     def run(self, session: ChannelSession, channel: PulledChannel, message: Message) -> Iterator[None]:
         self.world.started.add((message.client, message.request))
-        session.run(channel, self.world.now)
+        session.run(self.world.now)
         self.operate()
         self.world.run(message.client, message.request)
         self.world.on_channel_run(self, channel.serial)
         yield
         session.on_result(channel, 0.01)
+        yield from self.answer(session, channel, Answer(message.request))
+
+    def answer(self, session: ChannelSession, channel: PulledChannel, answer: Answer) -> Iterator[None]:
         yield
         self.operate()
         assert channel.serial not in self.world.closed, "an answer after the end of the channel was confirmed"
-        if self.world.pairs[channel.serial].worker_send(Answer(message.request)) is Result.FULL:
+        if self.world.pairs[channel.serial].worker_send(answer) is Result.FULL:
             self.send(session.drop_answer(channel))
         yield
         session.on_answered(channel)
@@ -393,7 +413,7 @@ class Client(Process):
         self.daemon: Daemon | None = world.daemon
         self.count = 0
 
-    def submit(self, is_refused: bool) -> None:
+    def submit(self, kind: str) -> None:
         self.count += 1
         request, world = self.count, self.world
         world.outcomes[self.name, request] = None
@@ -401,10 +421,12 @@ class Client(Process):
         if channel is not None:
             self.operate()
             pair = world.pairs[channel.serial]
-            result = pair.client_send(Message(self.name, request, is_refused))
+            result = pair.client_send(Message(self.name, request, kind))
             if result is None:
                 world.wake(channel.serial)
                 self.calls.on_sent(channel, request, NBYTES)
+                if channel.sent_requests > channel.request_limit:
+                    world.greedy.add(channel.serial)
                 return
             if result is not Result.FULL:
                 self.calls.on_unwritable(channel)
@@ -445,7 +467,7 @@ class Client(Process):
         message = self.world.pairs[serial].client_receive()
         if isinstance(message, Answer):
             if self.calls.on_answer(message.request, is_from_daemon=False):
-                self.world.settle(self.name, message.request, "answer")
+                self.world.settle(self.name, message.request, message.outcome)
         elif message is Result.END:
             self.pairs.remove(serial)
             self.act(self.calls.on_channel_end(serial))
@@ -494,6 +516,7 @@ class World:
         self.runs: collections.Counter[tuple[str, int]] = collections.Counter()
         self.channel_runs: collections.Counter[int] = collections.Counter()
         self.started: set[tuple[str, int]] = set()  # requests of which a worker's row says that they may have run
+        self.greedy: set[int] = set()  # channels whose clients send more than they have credits for
         self.timed_out: set[tuple[str, int]] = set()
         self.has_corruption = False
         self.outcomes: dict[tuple[str, int], str | None] = {}
@@ -639,7 +662,7 @@ class World:
         daemon = self.daemon
         self.notice_gone()
         daemon.table.inspect_rows(self.now)
-        daemon.run_actions()
+        daemon.look_at_queues()
         served = {worker.generation for worker in self.workers.values()}
         for generation in {channel.generation for channel in daemon.table.channels.values()} - served:
             daemon.table.end_generation(generation, ChannelEvent.END_GENERATION)
@@ -663,7 +686,7 @@ class World:
         assert outcome is not None, f"{name}: request {request} has no end"
         if outcome == "answer":
             assert runs == 1
-        elif outcome == "not run":
+        elif outcome in ("not run", "rejected"):
             assert runs == 0, (
                 f"{name}: request {request} has run, and its client got the error of a request that has not"
             )

@@ -13,6 +13,7 @@ from weightd_common.channels.messages import (
     ORDERED,
     OVERDRAWN,
     AddChannel,
+    AnswerDropped,
     HandedOver,
     Released,
 )
@@ -108,7 +109,7 @@ def stages(worker: PagedWorker) -> List[int]:
 def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> None:
     channel = worker.choose()
     assert worker.session.on_request(channel, 5, 40, 1.0) == ""
-    worker.session.run(channel, 2.0)
+    worker.session.run(2.0)
     worker.session.on_result(channel, 0.25)
     worker.session.on_answered(channel)
     assert stages(worker) == [STAGE_TAKING, STAGE_TAKEN, STAGE_RUNNING, STAGE_IDLE]
@@ -119,6 +120,45 @@ def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> 
         assert order.index(index) < taken
     assert order.index(channel.used_index + USED) < worker.stores.index((STAGE, STAGE_RUNNING))
     assert worker.row.reals[channel.used_index + USED] == 0.25
+
+
+def test_only_a_request_that_runs_is_charged(worker: PagedWorker) -> None:
+    channel = worker.choose()
+    worker.session.on_request(channel, 5, 1, 1.0)
+    worker.session.run(2.0)
+    worker.session.on_result(channel, 3.0)
+    worker.session.on_answered(channel)
+    used = worker.row.reals[channel.used_index + USED]
+    worker.session.on_nothing(worker.choose())
+    assert worker.row.reals[channel.used_index + USED] == used
+    worker.session.on_request(worker.choose(), 6, 1, 1.0)
+    assert worker.row.reals[channel.used_index + USED] == used + 3.0
+    worker.session.hand_over(channel, b"", "quarantined")
+    worker.session.on_handed_over(channel)
+    assert worker.row.reals[channel.used_index + USED] == used == 3.0
+
+
+def test_the_expected_cost_is_the_mean_of_measured_costs(worker: PagedWorker) -> None:
+    charges = []
+    for seconds in (1.0, 2.0, 2.0):
+        before = worker.row.reals[LAYOUT.row_tenant(0) + USED]
+        channel = worker.choose()
+        worker.session.on_request(channel, 5, 1, 1.0)
+        worker.session.run(2.0)
+        charges.append(worker.row.reals[channel.used_index + USED] - before)
+        worker.session.on_result(channel, seconds)
+        assert worker.row.reals[channel.used_index + USED] - before == seconds
+        worker.session.on_answered(channel)
+    assert charges == pytest.approx([0.0, 1.0, 1.2])
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_dropped_answer_is_reported(worker: PagedWorker, has_run: bool) -> None:
+    channel = worker.choose()
+    worker.session.on_request(channel, 5, 1, 1.0)
+    if has_run:
+        worker.session.run(2.0)
+    assert worker.session.drop_answer(channel) == AnswerDropped(11, 5, has_run)
 
 
 def test_a_refused_request_is_handed_over_and_its_channel_released(worker: PagedWorker) -> None:
@@ -175,8 +215,7 @@ def test_the_end_of_a_queue_releases_the_channel(worker: PagedWorker) -> None:
 
 
 def test_an_empty_queue_leaves_the_channel(worker: PagedWorker) -> None:
-    worker.choose()
-    worker.session.on_nothing()
+    worker.session.on_nothing(worker.choose())
     assert stages(worker) == [STAGE_TAKING, STAGE_IDLE]
     assert [*worker.session.channels] == [11]
 
@@ -196,8 +235,9 @@ def test_channels_of_one_tenant_take_turns(worker: PagedWorker) -> None:
     worker.open(3, 33)
     serials = []
     for _ in range(6):
-        serials.append(worker.choose().serial)
-        worker.session.on_nothing()
+        channel = worker.choose()
+        serials.append(channel.serial)
+        worker.session.on_nothing(channel)
     assert sorted(serials[:3]) == [11, 22, 33]
     assert serials[3:] == serials[:3]
 

@@ -5,13 +5,14 @@ lowest virtual time, and of this tenant's channels the one that it served longes
 the device seconds that all workers of the device have spent on the tenant, divided by the tenant's weight. The rows of
 the workers have these seconds (`weightd_common.channels.pages`), so the workers of all models of a device share them.
 
-When a request starts, its expected cost is charged; when it ends, the measured time replaces the expected cost. A
-tenant that was idle is raised to the virtual time of the model, at which the latest request of the model started: the
-tenant gets no credit for the past. Raising is idempotent. Each worker that raises a tenant stores a base, and only the
-greatest base of all workers counts. So two workers that raise a tenant at the same time raise it once.
+When a worker chooses a channel, it charges the expected cost of the request; when the request ends, the measured time
+replaces the expected cost. A tenant that was idle is raised to the virtual time of the model, at which the latest
+request of the model started: the tenant gets no credit for the past. Raising is idempotent. Each worker that raises a
+tenant stores a base, and only the greatest base of all workers counts. So two workers that raise a tenant at the same
+time raise it once.
 
-A tenant that alone uses another model of the device gets ahead of all others. A request for which no other tenant waits
-at this worker is free for a tenant that is more than a second ahead of the requests that run on the device. Without
+A tenant that is alone at another model of the device gets ahead of all others. A request for which no other tenant
+waits at this worker is free for a tenant that is more than a second ahead of the tenants of the other models. Without
 this limit, a tenant that begins to use a second model would be raised to a time that the first model never reaches.
 
 The daemon changes the weight of a tenant by one store, and the tenant's offset by another. A request that runs at that
@@ -28,9 +29,11 @@ from weightd_common.channels.pages import (
     BYTE_LIMIT,
     BYTES,
     EXPIRES_AT,
+    FINISH,
     MAX_VIRTUAL_S,
     OFFSET,
     REQUEST_LIMIT,
+    SINCE,
     SLOT_OPEN,
     STAGE,
     STAGE_RUNNING,
@@ -48,8 +51,11 @@ if TYPE_CHECKING:
 _RETURN_COSTS = 2.0
 
 # A tenant that is alone at a worker gets at most this number of device seconds, divided by its weight, ahead of the
-# requests that run on the device, plus the cost of one request.
+# tenants that run requests of other models, plus the cost of one request.
 _MAX_LEAD_S = 1.0
+
+# Seconds for which a worker counts as active after it has started a request.
+_ACTIVE_S = 1.0
 
 # Weight of the latest request in the exponentially weighted mean of a tenant's costs.
 _MEAN_WEIGHT = 0.2
@@ -96,22 +102,28 @@ class PullScheduler:
 
     def __init__(self, page: Page, rows: Sequence[Page], own: Page, peers: Sequence[Page]) -> None:
         self._page_words, self._page_reals = page
-        self._row_words = [row.words for row in rows]
-        self._row_reals = [row.reals for row in rows]
-        self._peer_reals = [row.reals for row in peers]
         self._own = own.reals
+        self.set_rows(rows, peers)
         self._turn = 0
         # The mean cost of a request of each tenant.
         self._costs: Dict[int, float] = {}
-        # Virtual times of the tenants that were readable at the last decision.
-        self._times: Dict[int, float] = {}
-        # The running request: the virtual seconds for a device second, and the tenant's seconds before the request.
+        # The charged request: the virtual seconds for a device second, and the tenant's seconds before the request.
         self._charged_rate = 1.0
         self._charged_before = 0.0
         self.stopped: List[Tuple[PulledChannel, str]] = []
 
+    def set_rows(self, rows: Sequence[Page], peers: Sequence[Page]) -> None:
+        """Replace the rows: a worker of the device has started. Keep the rows of workers that have exited."""
+        self._row_words = [row.words for row in rows]
+        self._row_reals = [row.reals for row in rows]
+        self._peer_reals = [row.reals for row in peers]
+        self._other_rows = [row for row in rows if not any(row is peer for peer in peers)]
+
     def choose(self, readable: Iterable[PulledChannel], now: float) -> Optional[PulledChannel]:
-        """Return the channel from which this worker reads the next request; None if no readable channel is usable."""
+        """Return the channel from which this worker reads the next request; None if no readable channel is usable.
+
+        The expected cost of the request is charged at once: workers that choose at the same time see it.
+        """
         times: Dict[int, float] = {}
         chosen: Optional[PulledChannel] = None
         chosen_time = 0.0
@@ -127,9 +139,9 @@ class PullScheduler:
         if reason:
             self.stopped.append((chosen, reason))
             return self.choose([each for each in readable if each is not chosen], now)
-        self._times = times
         self._turn += 1
         chosen.last_turn = self._turn
+        self._charge(chosen, chosen_time, now, is_alone=len(times) == 1)
         return chosen
 
     def refusal(self, channel: PulledChannel, now: float) -> str:
@@ -144,28 +156,12 @@ class PullScheduler:
             return OVERDRAWN
         return self._end_reason(channel, now)
 
-    def charge(self, channel: PulledChannel) -> None:
-        """Charge the expected cost of a request of the channel that `choose` has returned. The request starts now."""
-        own, index = self._own, channel.used_index
-        rate = 1.0 / self._page_reals[channel.weight_index]
-        expected_s = self._costs.get(channel.tenant, 0.0)
-        time = self._times[channel.tenant]
-        model_time = _greatest(self._peer_reals, START)
-        floor = model_time - _RETURN_COSTS * expected_s * rate
-        if time < floor:
-            # Another worker may have raised the tenant since `choose`. The base does not depend on earlier bases, so
-            # the tenant is raised once.
-            own[index + BASE] = floor - self._used(channel)
-            time = floor
-        if len(self._times) == 1 and time > self._lowest_running() + _MAX_LEAD_S * rate:
-            rate = 0.0
-        before = own[index]
-        own[index] = before + expected_s * rate
-        own[START] = time if time > model_time else model_time
-        self._charged_rate, self._charged_before = rate, before
+    def cancel(self, channel: PulledChannel) -> None:
+        """Take back the charge of `choose`: no request runs."""
+        self._own[channel.used_index] = self._charged_before
 
     def settle(self, channel: PulledChannel, seconds: float) -> None:
-        """Replace the expected cost that `charge` has charged by the measured device seconds."""
+        """Replace the charged expectation by the measured device seconds of the request."""
         self._own[channel.used_index] = self._charged_before + seconds * self._charged_rate
         mean = self._costs.get(channel.tenant)
         self._costs[channel.tenant] = seconds if mean is None else mean + _MEAN_WEIGHT * (seconds - mean)
@@ -186,6 +182,29 @@ class PullScheduler:
             used = sum(value for value in values if -MAX_VIRTUAL_S <= value <= MAX_VIRTUAL_S)
         return used + self._page_reals[channel.weight_index + OFFSET]
 
+    def _charge(self, channel: PulledChannel, time: float, now: float, is_alone: bool) -> None:
+        """Charge the expected cost of a request to a tenant, whose virtual time is `time`.
+
+        `is_alone` says that no other tenant waits at this worker.
+        """
+        own, index = self._own, channel.used_index
+        rate = 1.0 / self._page_reals[channel.weight_index]
+        expected_s = self._costs.get(channel.tenant, 0.0)
+        model_time = _greatest(self._peer_reals, START)
+        floor = model_time - _RETURN_COSTS * expected_s * rate
+        if time < floor:
+            # Another worker may have raised the tenant since this worker has read `time`. The base does not depend on
+            # earlier bases, so the tenant is raised once.
+            own[index + BASE] = floor - self._used(channel)
+            time = floor
+        if is_alone and time > self._lowest_finish(now) + _MAX_LEAD_S * rate:
+            rate = 0.0
+        before = own[index]
+        own[index] = before + expected_s * rate
+        own[START] = time if time > model_time else model_time
+        own[FINISH] = time + expected_s * rate
+        self._charged_rate, self._charged_before = rate, before
+
     def _end_reason(self, channel: PulledChannel, now: float) -> str:
         """Return why this worker must not read a channel any more; "" if it may."""
         words, index = self._page_words, channel.index
@@ -195,12 +214,15 @@ class PullScheduler:
             return ORDERED
         return "" if now < self._page_reals[index + EXPIRES_AT] else EXPIRED
 
-    def _lowest_running(self) -> float:
-        """Return the lowest virtual time at which a request that runs on the device started; infinity if none runs."""
+    def _lowest_finish(self, now: float) -> float:
+        """Return the lowest virtual time that an active worker of another model has charged; infinity without one.
+
+        A worker is active while it runs a request, and for a short time after it has started one.
+        """
         lowest = float("inf")
-        for words, reals in zip(self._row_words, self._row_reals):
-            if words[STAGE] == STAGE_RUNNING and reals[START] < lowest:
-                lowest = reals[START]
+        for words, reals in self._other_rows:
+            if (words[STAGE] == STAGE_RUNNING or now < reals[SINCE] + _ACTIVE_S) and reals[FINISH] < lowest:
+                lowest = reals[FINISH]
         return lowest
 
 

@@ -13,6 +13,7 @@ The caller does the I/O. For each request it calls the methods of `ChannelSessio
       drop_answer      the channel has no space for the answer: returns the message to the daemon
       on_answered      the caller has sent the answer or that message, or the client is gone
 
+A request that is late or invalid does not run: after `on_request`, the caller sends an error and calls `on_answered`.
 The caller passes the chosen channel to each of these methods. A method that returns `Released` has forgotten the
 channel: the caller closes its descriptor, then sends the message.
 """
@@ -49,6 +50,7 @@ class ChannelSession:
         self._generation = generation
         self._request = 0
         self._refusal = ""
+        self._has_run = False
         self.channels: Dict[int, PulledChannel] = {}
 
     def add(self, order: AddChannel) -> List[Released]:
@@ -91,8 +93,9 @@ class ChannelSession:
         self._scheduler.stopped = []
         return [each for channel, reason in stopped for each in self.release(channel.serial, reason)]
 
-    def on_nothing(self) -> None:
+    def on_nothing(self, channel: PulledChannel) -> None:
         """The chosen channel had no message, but has not ended."""
+        self._scheduler.cancel(channel)
         self._row.cancel_taking()
 
     def on_end(self, channel: PulledChannel) -> List[Released]:
@@ -100,12 +103,13 @@ class ChannelSession:
 
         A client can send an empty message, which looks like the end of the queue. The daemon reads the rest.
         """
-        self.on_nothing()
+        self.on_nothing(channel)
         return self.release(channel.serial, ENDED)
 
     def on_request(self, channel: PulledChannel, request: int, nbytes: int, now: float) -> str:
         """Record the request that the caller has read. Return why it must not run; "" if it may."""
         self._request = request
+        self._has_run = False
         self._row.set_taken(channel.row_index, request, nbytes)
         self._refusal = self._scheduler.refusal(channel, now)
         return self._refusal
@@ -123,10 +127,10 @@ class ChannelSession:
         self.on_answered(channel)
         return self.release(channel.serial, self._refusal) if self._refusal else []
 
-    def run(self, channel: PulledChannel, now: float) -> None:
-        """Charge the taken request, and record that it may run from now on."""
-        self._scheduler.charge(channel)
+    def run(self, now: float) -> None:
+        """Record that the taken request may run from now on."""
         self._row.begin_running(now)
+        self._has_run = True
 
     def on_result(self, channel: PulledChannel, seconds: float) -> None:
         """Replace the charged expectation by the measured device seconds of the request."""
@@ -135,8 +139,10 @@ class ChannelSession:
 
     def drop_answer(self, channel: PulledChannel) -> AnswerDropped:
         """Return the message that reports a lost answer: the client does not read, and the channel has no space."""
-        return AnswerDropped(channel.serial, self._request)
+        return AnswerDropped(channel.serial, self._request, self._has_run)
 
     def on_answered(self, channel: PulledChannel) -> None:
         """The caller has sent the answer, or the message that `drop_answer` has returned, or the client is gone."""
+        if not self._has_run:
+            self._scheduler.cancel(channel)
         self._row.end_request(channel.row_index)
