@@ -6,6 +6,7 @@ import collections
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from weightd_common.channels.messages import AddChannel
@@ -20,6 +21,7 @@ from .kernel import new_page, watched
 
 FOREVER_S = 1e9
 _SEND_S = 50e-6  # a client sends its next request this long after an answer
+_INTERRUPTED = 0.3  # the fraction of a worker's stores before which other workers act
 _TAKE_S = 20e-6  # a worker has read the request this long after it has chosen the channel
 
 
@@ -110,14 +112,13 @@ class Device:
         workers: Sequence[int],
         sources: Sequence[Source],
         scheduler_type: type[PullScheduler] = PullScheduler,
-        interval: int = 7,
+        seed: int = 0,
     ) -> None:
-        self.interval = interval
+        self._random = Random(seed)
         self.layout = Layout(len(weights), len(sources))
         self.scheduler_type = scheduler_type
         self.now = 0.0
         self._is_interrupted = False
-        self._store_count = 0
         self.numbers = itertools.count(1)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self.memory = new_page(self.layout.daemon_page_bytes)
@@ -174,9 +175,8 @@ class Device:
             worker.pull()
 
     def run_due(self) -> None:
-        """Let all other workers act that are due now, before one of `interval` stores of a worker."""
-        self._store_count += 1
-        if not self._is_interrupted and self._store_count % self.interval == 0:
+        """Let all other workers act that are due now, before some of the stores of a worker."""
+        if not self._is_interrupted and self._random.random() < _INTERRUPTED:
             self._is_interrupted = True
             while self._events and self._events[0][0] <= self.now:
                 heapq.heappop(self._events)[2]()

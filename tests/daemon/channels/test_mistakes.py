@@ -93,12 +93,12 @@ class AddingScheduler(PullScheduler):
 
 
 def lowest_share(scheduler: type[PullScheduler]) -> float:
-    """Return the lowest share that a returning tenant gets if other workers act between different stores."""
+    """Return the lowest share that a returning tenant gets if other workers act between its stores."""
     shares = []
-    for interval in range(1, 16):
-        device = Device([1, 1], [0, 0], [Source(0, 64), Source(1, 64, begin=1.5)], scheduler, interval)
-        device.run(2.5)
-        shares.append(device.shares(1.5, 2.5)[1])
+    for seed in range(60):
+        device = Device([1, 1], [0, 0], [Source(0, 64), Source(1, 64, begin=0.5)], scheduler, seed)
+        device.run(1.2)
+        shares.append(device.shares(0.5, 1.2)[1])
     return min(shares)
 
 
@@ -193,6 +193,29 @@ class ImpatientCalls(ChannelCalls):
 
 def test_finds_a_notice_that_overtakes_answers() -> None:
     assert_found(machine_with(calls=ImpatientCalls), "runs twice")
+
+
+class AcceptingCalls(ChannelCalls):
+    """Takes every answer, also after the call has ended."""
+
+    def on_answer(self, request: int, *, is_from_daemon: bool) -> bool:
+        super().on_answer(request, is_from_daemon=is_from_daemon)
+        return True
+
+
+def test_finds_a_second_end_of_a_call() -> None:
+    assert_found(machine_with(calls=AcceptingCalls), "ends twice")
+
+
+class GloomyCalls(ChannelCalls):
+    """Fails requests that have not run."""
+
+    def _give_up(self, request: int, may_have_run: bool) -> Action:
+        return super()._give_up(request, may_have_run=True)
+
+
+def test_finds_a_wrong_error() -> None:
+    assert_found(machine_with(calls=GloomyCalls), "has not run, and its client got the error of one that may have")
 
 
 # --- credits, ends, accounts ----------------------------------------------------------------------------------------
