@@ -144,6 +144,25 @@ def test_an_expired_channel_is_not_refilled(setting: Setting) -> None:
     assert setting.table.channels[serial].machine.state is ChannelState.RECLAIMED
 
 
+def test_a_channel_that_ends_is_not_refilled(setting: Setting) -> None:
+    serial = setting.grant()
+    setting.table.end(serial, ChannelEvent.REVOKE)
+    setting.table.take_actions()
+    setting.table.refill(serial, 2, 20, 60.0, NOW)
+    setting.table.refill(serial + 1, 2, 20, 60.0, NOW)
+    assert setting.table.take_actions() == []
+    assert setting.word(serial, REQUEST_LIMIT) == 3
+
+
+@pytest.mark.parametrize("event", [ChannelEvent.REVOKE, ChannelEvent.END_GENERATION])
+def test_a_channel_without_workers_is_read_at_once(setting: Setting, event: ChannelEvent) -> None:
+    setting.table.on_worker_exit("w", NOW)
+    serial = setting.grant()
+    setting.table.end(serial, event)
+    assert setting.table.channels[serial].machine.state is ChannelState.DRAINED
+    assert setting.table.take_actions()[-1] == ReadQueue(serial)
+
+
 def test_only_expired_channels_expire(setting: Setting) -> None:
     first, second = setting.grant(), setting.grant()
     setting.table.refill(second, 0, 0, 60.0, NOW)
@@ -221,6 +240,15 @@ def test_an_implausible_row_ends_all_channels_of_its_worker(setting: Setting) ->
     setting.table.on_worker_exit("w", NOW)
     setting.table.on_queue_end(serial)
     assert Notify("c", Ended(serial, may_have_run=True)) in setting.table.take_actions()
+
+
+def test_the_request_in_an_implausible_row_is_not_believed(setting: Setting) -> None:
+    serial = setting.grant()
+    setting.set_request(serial, 4, STAGE_TAKEN)
+    setting.row.reals[START] = float("inf")
+    setting.table.take_actions()
+    setting.table.on_worker_exit("w", NOW)
+    assert setting.table.take_actions() == [ShutDown(serial), ReadQueue(serial)]
 
 
 def test_reports_about_channels_that_a_worker_does_not_hold_are_ignored(setting: Setting) -> None:

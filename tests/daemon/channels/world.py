@@ -647,9 +647,9 @@ class World:
             assert 0 <= taken - ended <= self.deaths, f"accounts: {taken} requests taken, {ended} ended"
             assert abs(nbytes - NBYTES * taken) <= NBYTES * self.deaths, f"accounts: {nbytes} bytes"
 
-    def finish(self) -> None:
+    def finish(self, turns: int = 400) -> None:
         """Let all processes run, without further faults, until nothing moves; then check how each call has ended."""
-        for _ in range(400):
+        for _ in range(turns):
             self.turn()
             self.check()
         for (name, request), outcome in self.outcomes.items():
