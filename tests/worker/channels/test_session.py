@@ -24,6 +24,7 @@ from weightd_common.channels.pages import (
     CURRENT_REQUEST,
     EXPIRES_AT,
     GENERATION,
+    OFFSET,
     REQUEST_LIMIT,
     REQUESTS,
     SERIAL,
@@ -68,21 +69,22 @@ class Recorder:
 class PagedWorker:
     """A session with its pages."""
 
-    def __init__(self) -> None:
-        self.page = page_over(memoryview(bytearray(LAYOUT.daemon_page_bytes)))
-        self.row = page_over(memoryview(bytearray(LAYOUT.row_bytes)))
-        self.other = page_over(memoryview(bytearray(LAYOUT.row_bytes)))
+    def __init__(self, layout: Layout = LAYOUT) -> None:
+        self.layout = layout
+        self.page = page_over(memoryview(bytearray(layout.daemon_page_bytes)))
+        self.row = page_over(memoryview(bytearray(layout.row_bytes)))
+        self.other = page_over(memoryview(bytearray(layout.row_bytes)))
         self.stores: List[Tuple[int, Any]] = []
         words: Any = Recorder(self.row.words, self.stores)
         reals: Any = Recorder(self.row.reals, self.stores)
         own, rows = Page(words, reals), [self.row, self.other]
         scheduler = PullScheduler(self.page, rows, own, rows)
-        self.session = ChannelSession(LAYOUT, self.page, own, scheduler, GENERATION_SERIAL)
+        self.session = ChannelSession(layout, self.page, own, scheduler, GENERATION_SERIAL)
         for tenant in range(2):
-            self.page.reals[LAYOUT.tenant(tenant) + WEIGHT] = 1.0
+            self.page.reals[layout.tenant(tenant) + WEIGHT] = 1.0
 
     def open(self, slot: int, serial: int, tenant: int = 0, generation: int = GENERATION_SERIAL) -> List[Released]:
-        index, words = LAYOUT.channel(slot), self.page.words
+        index, words = self.layout.channel(slot), self.page.words
         words[index + SERIAL], words[index + GENERATION], words[index + TENANT] = serial, generation, tenant
         words[index + REQUEST_LIMIT], words[index + BYTE_LIMIT] = 3, 100
         self.page.reals[index + EXPIRES_AT] = 50.0
@@ -206,6 +208,18 @@ def test_an_expired_channel_is_released_and_the_next_one_chosen(worker: PagedWor
     channel = worker.choose(50.0)
     assert channel.serial == 22
     assert worker.session.take_releases() == [Released(11, EXPIRED)]
+
+
+def test_many_channels_that_end_at_once_are_released_in_two_passes() -> None:
+    count = 3000
+    worker = PagedWorker(Layout(2, count + 1))
+    for slot in range(count):
+        worker.open(slot, slot + 1)
+        worker.page.words[worker.layout.channel(slot) + STATE] = SLOT_ENDING
+    worker.open(count, count + 1, tenant=1)
+    worker.page.reals[worker.layout.tenant(1) + OFFSET] = 5.0
+    assert worker.choose().serial == count + 1
+    assert worker.session.take_releases() == [Released(slot + 1, ORDERED) for slot in range(count)]
 
 
 def test_the_end_of_a_queue_releases_the_channel(worker: PagedWorker) -> None:

@@ -124,24 +124,14 @@ class PullScheduler:
 
         The expected cost of the request is charged at once: workers that choose at the same time see it.
         """
-        times: Dict[int, float] = {}
-        chosen: Optional[PulledChannel] = None
-        chosen_time = 0.0
-        for channel in readable:
-            time = times.get(channel.tenant)
-            if time is None:
-                time = times[channel.tenant] = self.virtual_time(channel)
-            if chosen is None or time < chosen_time or (time == chosen_time and channel.last_turn < chosen.last_turn):
-                chosen, chosen_time = channel, time
+        chosen, time, is_alone = self._lowest(readable)
+        if chosen is not None and self._end_reason(chosen, now):
+            chosen, time, is_alone = self._lowest(self._usable(readable, now))
         if chosen is None:
             return None
-        reason = self._end_reason(chosen, now)
-        if reason:
-            self.stopped.append((chosen, reason))
-            return self.choose([each for each in readable if each is not chosen], now)
         self._turn += 1
         chosen.last_turn = self._turn
-        self._charge(chosen, chosen_time, now, is_alone=len(times) == 1)
+        self._charge(chosen, time, now, is_alone)
         return chosen
 
     def refusal(self, channel: PulledChannel, now: float) -> str:
@@ -204,6 +194,30 @@ class PullScheduler:
         own[START] = time if time > model_time else model_time
         own[FINISH] = time + expected_s * rate
         self._charged_rate, self._charged_before = rate, before
+
+    def _lowest(self, readable: Iterable[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
+        """Return the next channel, the virtual time of its tenant, and whether no other tenant has a channel."""
+        times: Dict[int, float] = {}
+        chosen: Optional[PulledChannel] = None
+        chosen_time = 0.0
+        for channel in readable:
+            time = times.get(channel.tenant)
+            if time is None:
+                time = times[channel.tenant] = self.virtual_time(channel)
+            if chosen is None or time < chosen_time or (time == chosen_time and channel.last_turn < chosen.last_turn):
+                chosen, chosen_time = channel, time
+        return chosen, chosen_time, len(times) == 1
+
+    def _usable(self, readable: Iterable[PulledChannel], now: float) -> List[PulledChannel]:
+        """Return the channels that this worker may read. Add all others to `stopped`."""
+        usable: List[PulledChannel] = []
+        for channel in readable:
+            reason = self._end_reason(channel, now)
+            if reason:
+                self.stopped.append((channel, reason))
+            else:
+                usable.append(channel)
+        return usable
 
     def _end_reason(self, channel: PulledChannel, now: float) -> str:
         """Return why this worker must not read a channel any more; "" if it may."""
