@@ -87,7 +87,7 @@ def test_another_worker_acts_between_any_two_operations(kind: str) -> None:
         for steps in range(1, _STEPS, 4):
             world = new_world(kind, RUNNABLE)
             first, second = world.workers.values()
-            first.interrupt = count, lambda second=second, steps=steps: second.run_steps(steps)  # type: ignore[misc]
+            first.interrupt = count, lambda second=second, steps=steps: second.run_steps(steps)
             first.armed(-1, lambda first=first: first.run_steps(_STEPS))  # type: ignore[misc]
             world.check()
             world.finish(_TURNS)
@@ -102,7 +102,7 @@ def test_a_channel_ends_between_any_two_operations(kind: str, event: ChannelEven
         world = new_world(kind, RUNNABLE, kind)
         [serial] = world.daemon.table.channels
         worker = world.workers["worker 1"]
-        worker.interrupt = count, lambda world=world, serial=serial: world.daemon.end(serial, event)  # type: ignore[misc]
+        worker.interrupt = count, lambda world=world, serial=serial: world.daemon.end(serial, event)
         fuse = -1 if later is None else count + later
         worker.armed(fuse, lambda worker=worker: worker.run_steps(_STEPS))  # type: ignore[misc]
         world.daemon.end(serial, event)

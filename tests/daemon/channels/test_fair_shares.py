@@ -106,6 +106,9 @@ def test_a_raised_weight_forgives_seconds_of_the_lower_weight() -> None:
     device.table.set_weight(B, 1.0, device.now)
     device.run(3.0)
     assert device.shares(1.2, 3.0)[B] == pytest.approx(0.5, abs=0.05)
+    device.table.set_weight(B, 2.0, device.now)
+    device.run(6.0)
+    assert device.shares(3.2, 6.0)[B] == pytest.approx(2 / 3, abs=0.05)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])

@@ -108,6 +108,14 @@ def test_without_a_free_slot_nothing_is_granted(setting: Setting) -> None:
     assert setting.table.grant("c", 1, GENERATION, (3, 30), 50.0, NOW) is None
 
 
+def test_slots_are_used_again(setting: Setting) -> None:
+    for _ in range(3):
+        serials = [setting.grant(), setting.grant()]
+        for serial in serials:
+            setting.table.end(serial, ChannelEvent.CLIENT_GONE)
+            setting.table.on_report("w", Released(serial, ORDERED))
+
+
 def test_a_worker_gets_the_open_channels_of_its_generation(setting: Setting) -> None:
     first, second = setting.grant(), setting.grant()
     setting.table.end(second, ChannelEvent.REVOKE)
