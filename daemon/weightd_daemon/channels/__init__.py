@@ -42,13 +42,15 @@ Life of a request
 
 1. The client has credits and sends the request on the channel. Otherwise, and if sending fails, it sends the request
    to the daemon, which relays it.
-2. Each idle worker polls all its channels, level-triggered and without EPOLLEXCLUSIVE. It chooses one, stores the
-   channel and TAKING, and reads one message without waiting.
+2. Each idle worker polls all its channels, level-triggered and without EPOLLEXCLUSIVE. It chooses one, charges the
+   expected cost, stores the channel and TAKING, and reads one message without waiting. If another worker was quicker,
+   it takes the charge back.
 3. It stores the request's number and counts, then TAKEN. Now it compares the counts with the limits, which includes the
    counts of workers that took a request at the same time.
 4. If the request must not run (limits, expiry, end of the channel, quarantine, unproven size), the worker stores
    HANDING_OVER and sends the request to the daemon. The daemon notifies the client by `Adopted` and relays the request.
-5. Otherwise the worker charges the expected cost, stores the start and RUNNING, and runs the predict.
+5. Otherwise the worker stores the start and RUNNING, and runs the predict. A late or invalid request gets an error
+   instead, and does not run.
 6. It stores the measured cost and sends the answer. If the channel is full, it sends `AnswerDropped` to the daemon
    instead. It counts the end and stores IDLE.
 
@@ -61,12 +63,12 @@ because answers may be in its queue.
 ============================================ ========== ===============================================================
 the worker exits after                       stage      consequence
 ============================================ ========== ===============================================================
-storing the channel                          IDLE       none; the request is still in the queue
+storing base, charge or channel              IDLE       none; the request is still in the queue
 storing TAKING                               TAKING     as the next line: the daemon cannot know whether it was read
 reading the message, storing the number,     TAKING     the channel is revoked; at its end the client sends each request
 counting the request or its bytes                       without an answer again: none of them has run
-storing TAKEN, HANDING_OVER, base, charge,   TAKEN,     `Lost`, not run: the client sends the request to the daemon
-start or time; sending a part of the request HANDING..
+storing TAKEN, HANDING_OVER, the start;      TAKEN,     `Lost`, not run: the client sends the request to the daemon
+sending a part of the request                HANDING..
 sending the whole request to the daemon      HANDING..  the daemon has adopted it; the client ignores `Lost`
 storing RUNNING, running, storing the cost   RUNNING    `Lost`, may have run: the call fails, the client does not repeat
 sending the answer, counting the end         RUNNING    the client has read the answer, and ignores `Lost`
