@@ -39,9 +39,6 @@ class ChannelEvent(enum.Enum):
     EMPTIED = "emptied"  # the daemon has found the queue empty
 
 
-# The workers of the generation may hold a descriptor of the channel.
-HELD = frozenset({ChannelState.OPEN, ChannelState.REVOKED, ChannelState.RECLAIMED, ChannelState.ABANDONED})
-
 # Workers may read requests from the channel.
 READABLE = frozenset({ChannelState.OPEN, ChannelState.REVOKED})
 

@@ -33,7 +33,6 @@ from weightd_daemon.channels.rows import RowReader, Rows
 from weightd_daemon.channels.states import (
     CHANNEL_TRANSITIONS,
     CLIENTLESS,
-    HELD,
     READABLE,
     SELF_READ,
     ChannelEvent,
@@ -351,9 +350,7 @@ class ChannelTable:
 
     def _check_released(self, serial: int, channel: DirectChannel) -> None:
         """Advance a channel that is ending if no worker holds it any more."""
-        state = channel.machine.state
-        is_ending = (state in HELD and state is not ChannelState.OPEN) or state is ChannelState.UNHELD
-        if is_ending and not channel.workers:
+        if not channel.workers:
             self.end(serial, ChannelEvent.RELEASED)
 
     def _close(self, serial: int, channel: DirectChannel) -> None:

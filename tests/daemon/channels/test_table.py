@@ -10,6 +10,7 @@ from weightd_common.channels.messages import (
     ORDERED,
     AddChannel,
     Adopted,
+    AnswerDropped,
     Ended,
     Granted,
     HandedOver,
@@ -106,6 +107,19 @@ def test_without_a_free_slot_nothing_is_granted(setting: Setting) -> None:
     setting.grant()
     setting.grant()
     assert setting.table.grant("c", 1, GENERATION, (3, 30), 50.0, NOW) is None
+
+
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_client_that_does_not_read_loses_its_channel(setting: Setting, has_run: bool) -> None:
+    serial = setting.grant()
+    setting.table.take_actions()
+    setting.table.on_report("w", AnswerDropped(serial, 4, has_run))
+    assert setting.table.take_actions() == [
+        Notify("c", Lost(serial, 4, has_run)),
+        ShutDown(serial),
+        Order("w", ReleaseChannel(serial)),
+        ReadQueue(serial),
+    ]
 
 
 def test_slots_are_used_again(setting: Setting) -> None:
