@@ -47,7 +47,9 @@ def notice(calls: ChannelCalls, *notices: Notice) -> List[Action]:
     return calls.on_channel_read()
 
 
-@pytest.mark.parametrize(("nbytes", "now", "is_usable"), [(100, 0.0, True), (101, 0.0, False), (1, 49.96, False)])
+@pytest.mark.parametrize(
+    ("nbytes", "now", "is_usable"), [(100, 0.0, True), (101, 0.0, False), (1, 49.96, False), (1, 49.94, True)]
+)
 def test_bytes_and_expiry_limit_the_channel(calls: ChannelCalls, nbytes: int, now: float, is_usable: bool) -> None:
     assert (calls.usable_channel(nbytes, now) is not None) == is_usable
 
@@ -60,6 +62,30 @@ def test_requests_beyond_the_credits_go_to_the_daemon(calls: ChannelCalls) -> No
     notice(calls, Refilled(7, 4, 200, 60.0))
     send(calls, 4)
     assert calls.usable_channel(1, 0.0) is None
+
+
+def test_sent_bytes_count(calls: ChannelCalls) -> None:
+    calls.on_sent(channel_of(calls), 1, 95)
+    assert calls.usable_channel(5, 0.0) is not None
+    assert calls.usable_channel(6, 0.0) is None
+
+
+def test_an_ended_channel_takes_no_more_requests_and_leaves_no_state(calls: ChannelCalls) -> None:
+    assert calls.on_channel_end(7) == []
+    assert calls.usable_channel(1, 0.0) is None
+    for serial in (8, 9):
+        notice(calls, Granted(serial, 3, 100, 50.0))
+        notice(calls, Ended(serial, may_have_run=False))
+        assert calls.usable_channel(1, 0.0) is None
+        assert calls.on_channel_end(serial) == []
+    notice(calls, Ended(7, may_have_run=False))
+    assert (calls._reported, calls._read_to_end, calls._sent_on, calls.states) == (set(), set(), {}, {})
+
+
+def test_a_lost_daemon_leaves_no_state(calls: ChannelCalls) -> None:
+    calls.on_channel_end(7)
+    calls.on_daemon_lost()
+    assert (calls._reported, calls._read_to_end) == (set(), set())
 
 
 def test_without_a_channel_requests_go_to_the_daemon() -> None:

@@ -220,6 +220,7 @@ def test_many_channels_that_end_at_once_are_released_in_two_passes() -> None:
     worker.page.reals[worker.layout.tenant(1) + OFFSET] = 5.0
     assert worker.choose().serial == count + 1
     assert worker.session.take_releases() == [Released(slot + 1, ORDERED) for slot in range(count)]
+    assert worker.session._scheduler.stopped == []
 
 
 def test_the_end_of_a_queue_releases_the_channel(worker: PagedWorker) -> None:
