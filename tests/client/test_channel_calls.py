@@ -70,7 +70,7 @@ def test_sent_bytes_count(calls: ChannelCalls) -> None:
     assert calls.usable_channel(6, 0.0) is None
 
 
-def test_an_ended_channel_takes_no_more_requests_and_leaves_no_state(calls: ChannelCalls) -> None:
+def test_an_ended_channel_takes_no_requests_and_leaves_no_state(calls: ChannelCalls) -> None:
     assert calls.on_channel_end(7) == []
     assert calls.usable_channel(1, 0.0) is None
     for serial in (8, 9):
@@ -147,7 +147,7 @@ def test_the_end_of_a_channel_ends_its_calls(calls: ChannelCalls, may_have_run: 
     assert channel_of(calls).serial == 8
 
 
-def test_calls_on_a_channel_outlive_the_daemon_until_the_channel_ends(calls: ChannelCalls) -> None:
+def test_calls_on_a_channel_outlive_the_daemon(calls: ChannelCalls) -> None:
     send(calls, 1, 2)
     calls.on_sent_to_daemon(3)
     assert calls.on_daemon_lost() == [Fail(3)]

@@ -9,10 +9,10 @@ the new value. `struct.pack_into` is not atomic; never use it here.
 
 A page has a header, then an entry for each tenant slot, then an entry for each channel slot::
 
-    daemon page   header    version
+    daemon page   header    (not used)
                   tenant    weight, offset (seconds of virtual time)
                   channel   serial, state, generation, tenant slot, limit of requests, limit of bytes, expiry
-    row           header    version, start, current channel, current request, since, stage, finish
+    row           header    start, finish, current channel, current request, since, stage
                   tenant    used (device seconds divided by the weight), base (seconds of virtual time)
                   channel   requests taken, bytes taken, requests ended, device seconds
 
@@ -30,12 +30,8 @@ if TYPE_CHECKING:
     Words = memoryview[int]
     Reals = memoryview[float]
 
-LAYOUT_VERSION = 1
 WORD_BYTES = 8
 _HEADER_WORDS = 8
-
-# The header of every page.
-VERSION = 0
 
 # The daemon's entry of a tenant slot.
 WEIGHT = 0
@@ -58,12 +54,12 @@ SLOT_OPEN = 1  # workers read the channel
 SLOT_ENDING = 2  # workers close their descriptors of the channel
 
 # The header of a row.
-START = 1
+START = 0
+FINISH = 1
 CURRENT_CHANNEL = 2
 CURRENT_REQUEST = 3
 SINCE = 4
 STAGE = 5
-FINISH = 6
 
 # A worker's entry of a tenant slot.
 USED = 0

@@ -9,7 +9,6 @@ from weightd_common.channels.pages import (
     BYTE_LIMIT,
     EXPIRES_AT,
     GENERATION,
-    LAYOUT_VERSION,
     OFFSET,
     REQUEST_LIMIT,
     SERIAL,
@@ -18,7 +17,6 @@ from weightd_common.channels.pages import (
     SLOT_OPEN,
     STATE,
     TENANT,
-    VERSION,
     WEIGHT,
     Layout,
     Page,
@@ -36,7 +34,6 @@ class DaemonPage:
     def __init__(self, layout: Layout, page: Page) -> None:
         self._layout = layout
         self._words, self._reals = page
-        self._words[VERSION] = LAYOUT_VERSION
 
     def assign_tenant(self, slot: int, weight: float, used_s: float, device_s: float) -> None:
         """Give a tenant slot to a tenant, which begins at the device's virtual time.

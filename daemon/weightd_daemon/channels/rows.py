@@ -15,7 +15,6 @@ from weightd_common.channels.pages import (
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
     ENDED,
-    LAYOUT_VERSION,
     REQUESTS,
     SECONDS,
     SINCE,
@@ -25,7 +24,6 @@ from weightd_common.channels.pages import (
     STAGE_RUNNING,
     START,
     USED,
-    VERSION,
     Layout,
     Page,
 )
@@ -80,7 +78,6 @@ class RowReader:
         self._created_at = created_at
         self._counts: dict[int, Counts] = {}
         self.is_plausible = True
-        self._words[VERSION] = LAYOUT_VERSION
 
     def counts(self, slot: int, now: float) -> Counts:
         """Return the counts of a channel slot. They never decrease, and never exceed what is possible until `now`."""

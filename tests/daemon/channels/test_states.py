@@ -46,7 +46,7 @@ def test_a_held_channel_closes_only_after_its_release() -> None:
             assert event is ChannelEvent.RELEASED
 
 
-def test_a_client_that_can_be_reached_is_notified_after_the_queue_is_empty() -> None:
+def test_a_client_is_notified_after_the_queue_is_empty() -> None:
     closing = {
         (before, event) for (before, event), after in CHANNEL_TRANSITIONS.items() if after is ChannelState.CLOSED
     }

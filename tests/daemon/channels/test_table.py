@@ -273,7 +273,7 @@ def test_the_request_in_an_implausible_row_is_not_believed(setting: Setting) -> 
     assert setting.table.take_actions() == [ShutDown(serial), ReadQueue(serial)]
 
 
-def test_reports_about_channels_that_a_worker_does_not_hold_are_ignored(setting: Setting) -> None:
+def test_reports_about_channels_of_others_are_ignored(setting: Setting) -> None:
     serial = setting.grant()
     setting.table.take_actions()
     setting.table.on_report("x", HandedOver(serial, 4, b"", ORDERED))

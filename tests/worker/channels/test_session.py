@@ -28,6 +28,7 @@ from weightd_common.channels.pages import (
     REQUEST_LIMIT,
     REQUESTS,
     SERIAL,
+    SINCE,
     SLOT_ENDING,
     SLOT_OPEN,
     STAGE,
@@ -117,6 +118,7 @@ def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> 
     assert stages(worker) == [STAGE_TAKING, STAGE_TAKEN, STAGE_RUNNING, STAGE_IDLE]
     order = [index for index, _ in worker.stores]
     assert order.index(CURRENT_CHANNEL) < order.index(STAGE)
+    assert worker.stores.index((SINCE, 2.0)) < worker.stores.index((STAGE, STAGE_RUNNING))
     taken = worker.stores.index((STAGE, STAGE_TAKEN))
     for index in (CURRENT_REQUEST, channel.row_index + REQUESTS, channel.row_index + BYTES):
         assert order.index(index) < taken
@@ -163,7 +165,7 @@ def test_a_dropped_answer_is_reported(worker: PagedWorker, has_run: bool) -> Non
     assert worker.session.drop_answer(channel) == AnswerDropped(11, 5, has_run)
 
 
-def test_a_refused_request_is_handed_over_and_its_channel_released(worker: PagedWorker) -> None:
+def test_a_refused_request_is_handed_over_and_ends_the_channel(worker: PagedWorker) -> None:
     channel = worker.choose()
     worker.other.words[channel.row_index + REQUESTS] = 3
     assert worker.session.on_request(channel, 5, 40, 1.0) == OVERDRAWN
@@ -210,7 +212,7 @@ def test_an_expired_channel_is_released_and_the_next_one_chosen(worker: PagedWor
     assert worker.session.take_releases() == [Released(11, EXPIRED)]
 
 
-def test_many_channels_that_end_at_once_are_released_in_two_passes() -> None:
+def test_many_channels_that_end_are_released_in_two_passes() -> None:
     count = 3000
     worker = PagedWorker(Layout(2, count + 1))
     for slot in range(count):
