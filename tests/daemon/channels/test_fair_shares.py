@@ -146,7 +146,7 @@ def test_accounts_have_the_seconds_of_all_answers() -> None:
 
 
 def test_a_new_tenant_does_not_inherit_the_seconds_of_its_slot() -> None:
-    device = Device([1, 0.01], [X, X], [many(A), Source(B, 64, end=1.0), many(B, begin=2.0)])
+    device = Device([1, 0.001], [X, X], [many(A), Source(B, 1, 1.0, end=0.5), many(B, begin=2.0)])
     device.run(2.0)
     device.table.add_tenant(B, 1.0, device.now)
     device.run(3.0)
