@@ -109,6 +109,9 @@ def test_a_raised_weight_forgives_seconds_of_the_lower_weight() -> None:
     device.table.set_weight(B, 2.0, device.now)
     device.run(6.0)
     assert device.shares(3.2, 6.0)[B] == pytest.approx(2 / 3, abs=0.05)
+    device.table.set_weight(B, 0.5, device.now)
+    device.run(9.0)
+    assert device.shares(6.2, 9.0)[B] == pytest.approx(1 / 3, abs=0.05)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e300])
