@@ -36,6 +36,7 @@ import msgpack
 
 from weightd_protocol import envelope_cache, limits, preview
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
+from weightd_protocol.messages.channels import PACKET_MESSAGES
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
 from weightd_protocol.messages.worker import FROM_CHILD, TO_CHILD
@@ -278,7 +279,7 @@ def _decode(
                 sizes = [each.nbytes for each in tensors]
             if [*map(len, frames[2:])] != [*sizes]:
                 raise _frames_error(tensors, frames[2:])
-        elif len(frames) > 1:
+        elif len(frames) > 1 and type(message) not in PACKET_MESSAGES:
             raise FieldError(f"expected the envelope alone, got {len(frames)}").at("frames")
     except FieldError as error:
         raise RemoteProtocolError(str(error), _readable_id(request_id)) from None

@@ -48,6 +48,18 @@ MAX_DIM = 2**40
 # Maximum length of a request id in bytes. Two UUIDs fit, and so does a client's own numbering.
 MAX_ID_BYTES = 128
 
+# Direct channels of one device: the channels, the tenants that use them, and the workers. The daemon and each worker
+# have a descriptor for each channel of the model.
+MAX_CHANNELS = 256
+MAX_CHANNEL_TENANTS = 64
+MAX_CHANNEL_ROWS = 256
+
+# Maximum size of a packet on a direct channel. By default, the kernel accepts packets of up to 212,960 bytes.
+MAX_PACKET_BYTES = 128 * 1024
+
+# Maximum number of different descriptions of the requests on one direct channel.
+MAX_CHANNEL_DESCRIPTIONS = 64
+
 # Maximum length of a name in bytes. People write names, or export them from module paths. Linux has about the same
 # limit for a file name.
 MAX_NAME_BYTES = 256

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from weightd_protocol import limits
+
 if TYPE_CHECKING:
     Words = memoryview[int]
     Reals = memoryview[float]
@@ -135,3 +137,26 @@ class Layout(NamedTuple):
     def row_channel(self, slot: int) -> int:
         """Return the index of a channel's entry in a row."""
         return _HEADER_WORDS + _ROW_TENANT_WORDS * self.tenant_slots + _ROW_CHANNEL_WORDS * slot
+
+
+DEVICE_LAYOUT = Layout(limits.MAX_CHANNEL_TENANTS, limits.MAX_CHANNELS)
+"""Layout of the pages of a real device."""
+
+# The pages of a device are in one memory: the daemon's page, then the rows. Each begins at a new memory page.
+_MEMORY_PAGE_BYTES = 4096
+_FIRST_ROW = -(-DEVICE_LAYOUT.daemon_page_bytes // _MEMORY_PAGE_BYTES) * _MEMORY_PAGE_BYTES
+_ROW_STRIDE = -(-DEVICE_LAYOUT.row_bytes // _MEMORY_PAGE_BYTES) * _MEMORY_PAGE_BYTES
+
+DEVICE_BYTES = _FIRST_ROW + limits.MAX_CHANNEL_ROWS * _ROW_STRIDE
+"""Size of the memory of a device's pages. The kernel allocates only the pages that are used."""
+
+
+def daemon_page(memory: memoryview) -> Page:
+    """Return the daemon's page in the memory of a device's pages."""
+    return page_over(memory[: DEVICE_LAYOUT.daemon_page_bytes])
+
+
+def row_page(memory: memoryview, row: int) -> Page:
+    """Return a row in the memory of a device's pages."""
+    begin = _FIRST_ROW + row * _ROW_STRIDE
+    return page_over(memory[begin : begin + DEVICE_LAYOUT.row_bytes])

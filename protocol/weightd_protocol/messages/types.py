@@ -2,6 +2,14 @@
 
 from typing import Dict, Type, Union
 
+from weightd_protocol.messages.channels import (
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    OpenChannel,
+    RequestAdopted,
+    RequestLost,
+)
 from weightd_protocol.messages.control import (
     Load,
     LoadResponse,
@@ -29,6 +37,7 @@ from weightd_protocol.messages.status import Status, StatusResponse
 ClientMessage = Union[
     Infer,
     Cancel,
+    OpenChannel,
     Register,
     Unregister,
     ServerReady,
@@ -48,6 +57,11 @@ ClientMessage = Union[
 DaemonMessage = Union[
     InferResponse,
     Error,
+    ChannelOpened,
+    ChannelExtended,
+    ChannelEnded,
+    RequestAdopted,
+    RequestLost,
     Registered,
     Released,
     ReadyResponse,
@@ -66,6 +80,7 @@ DaemonMessage = Union[
 FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "infer": Infer,
     "cancel": Cancel,
+    "open_channel": OpenChannel,
     "register": Register,
     "unregister": Unregister,
     "server_ready": ServerReady,
@@ -88,6 +103,11 @@ MESSAGES_WITHOUT_REPLY = frozenset(["cancel", "unregister"])
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,
     "error": Error,
+    "channel_opened": ChannelOpened,
+    "channel_extended": ChannelExtended,
+    "channel_ended": ChannelEnded,
+    "request_adopted": RequestAdopted,
+    "request_lost": RequestLost,
     "registered": Registered,
     "released": Released,
     "ready_response": ReadyResponse,

@@ -12,6 +12,15 @@ from typing import Dict, Optional, Tuple, Type, Union
 from weightd_protocol import limits
 from weightd_protocol.errors import ERRORS
 from weightd_protocol.frozen import dataclass
+from weightd_protocol.messages.channels import (
+    AddChannel,
+    AllowRequests,
+    AnswerDropped,
+    ChannelReleased,
+    ReleaseChannel,
+    RequestHandedOver,
+    SetChannelRows,
+)
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
 from weightd_protocol.messages.regions import POSITIONS, MappedRegions
@@ -41,7 +50,7 @@ from weightd_protocol.schema import (
     text,
 )
 
-CHILD_PROTOCOL_VERSION = 3
+CHILD_PROTOCOL_VERSION = 4
 """Version of these messages. A daemon takes over an earlier daemon's children only if their versions are equal."""
 
 _REQUEST = integer(0, limits.MAX_COUNT)
@@ -393,6 +402,9 @@ ChildMessage = Union[
     PredictDone,
     PredictCancelled,
     BatchMismatch,
+    ChannelReleased,
+    RequestHandedOver,
+    AnswerDropped,
     Pong,
 ]
 ChildOrder = Union[
@@ -408,6 +420,10 @@ ChildOrder = Union[
     CancelPredict,
     MapRegion,
     UnmapRegion,
+    SetChannelRows,
+    AddChannel,
+    AllowRequests,
+    ReleaseChannel,
     Ping,
     TrimStore,
     Stop,
@@ -429,6 +445,9 @@ FROM_CHILD: Dict[str, Type[ChildMessage]] = {
     "predict_done": PredictDone,
     "predict_cancelled": PredictCancelled,
     "batch_mismatch": BatchMismatch,
+    "channel_released": ChannelReleased,
+    "request_handed_over": RequestHandedOver,
+    "answer_dropped": AnswerDropped,
     "pong": Pong,
 }
 TO_CHILD: Dict[str, Type[ChildOrder]] = {
@@ -444,6 +463,10 @@ TO_CHILD: Dict[str, Type[ChildOrder]] = {
     "cancel_predict": CancelPredict,
     "map_region": MapRegion,
     "unmap_region": UnmapRegion,
+    "set_channel_rows": SetChannelRows,
+    "add_channel": AddChannel,
+    "allow_requests": AllowRequests,
+    "release_channel": ReleaseChannel,
     "ping": Ping,
     "trim_store": TrimStore,
     "stop": Stop,
