@@ -11,7 +11,7 @@ import operator
 import select
 import socket
 import time
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence, Set, Union
 
 import zmq
 
@@ -27,6 +27,9 @@ Frames = Sequence[Any]
 # surviving child to connect.
 RECONNECT_INTERVAL_S = 0.02
 _RECONNECT_INTERVAL_MS = int(1000 * RECONNECT_INTERVAL_S)
+
+# Maximum number of descriptors that one poll returns: all direct channels of a device, and the few of the connection.
+_MAX_EVENTS = limits.MAX_CHANNELS + 8
 
 # Plain integers, because each use of pyzmq's own constants takes a microsecond.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -44,6 +47,9 @@ class WorkerConnection:
         socket: a DEALER socket that is not connected yet.
         address: the daemon's ipc:// address for the ZeroMQ socket. The path of the socket for channels is derived from
             this address.
+
+    Attributes:
+        ready: the watched descriptors that were readable in the last call of `receive`.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -61,13 +67,14 @@ class WorkerConnection:
         self._epoll = select.epoll()
         for each in self._zmq_fds:
             self._epoll.register(each, select.EPOLLIN)
-        self._watched_fd = -1
+        self._watched_fds: Set[int] = set()
+        self.ready: Sequence[int] = ()
         socket.connect(address)
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
         """Return the received messages, first the channel's messages; None after a reconnect to another daemon.
 
-        The list is empty if no message arrives before the timeout, or if the watched descriptor (`watch`) becomes
+        The list is empty if no message arrives before the timeout, or if a watched descriptor (`watch`) becomes
         readable.
 
         Args:
@@ -75,31 +82,39 @@ class WorkerConnection:
                 only by a later call with another timeout.
         """
         messages: List[Frames] = []
-        is_woken = False
+        watched = self._watched_fds
+        ready: List[int] = []
         while not messages:
             has_zmq_event = self._has_zmq_event
-            ready = self._epoll.poll(0 if has_zmq_event else timeout_s)
-            for descriptor, _ in ready:
-                if descriptor in self._zmq_fds:
+            events = self._epoll.poll(0 if has_zmq_event else timeout_s, _MAX_EVENTS)
+            for descriptor, _ in events:
+                if descriptor in watched:
+                    ready.append(descriptor)
+                elif descriptor in self._zmq_fds:
                     self._has_zmq_event = True
-                elif descriptor == self._watched_fd:
-                    is_woken = True
                 else:
                     self._read_channel(messages)
             if self._has_zmq_event:
                 self._read_socket(messages)
                 if timeout_s and not messages and self._has_reconnected():
+                    self.ready = ready
                     return None
-            elif not ready:
+            elif not events:
                 break
-            if is_woken or not timeout_s:
+            if ready or not timeout_s:
                 break
+        self.ready = ready
         return messages
 
     def watch(self, descriptor: int) -> None:
         """Make `receive` return when `descriptor` is readable, even if no message has arrived."""
-        self._watched_fd = descriptor
+        self._watched_fds.add(descriptor)
         self._epoll.register(descriptor, select.EPOLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Undo `watch`. Call it before the descriptor is closed."""
+        self._watched_fds.remove(descriptor)
+        self._epoll.unregister(descriptor)
 
     def send(self, frames: Frames) -> bool:
         """Send a message over the ZeroMQ socket. If no daemon runs, the socket keeps the message for the next daemon.
@@ -118,13 +133,16 @@ class WorkerConnection:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()
 
-    def reply(self, *messages: Frames) -> None:
-        """Send results together, and wait until the kernel has accepted them. If the daemon has exited, drop them."""
+    def reply(self, *messages: Frames) -> bool:
+        """Send results together, and wait until the kernel has accepted them.
+
+        If the daemon has exited, drop them and return False.
+        """
         if self._channel is not None:
-            send(self._channel, *messages)
-        else:
-            for frames in messages:
-                self.send(frames)
+            return send(self._channel, *messages)
+        for frames in messages:
+            self.send(frames)
+        return True
 
     def _read_channel(self, messages: List[Frames]) -> None:
         channel = self._channel
@@ -169,40 +187,55 @@ class ChannelConnection:
     Args:
         address: the daemon's ipc:// address for its children, from which the path of the socket for channels is
             derived.
+
+    Attributes:
+        ready: the watched descriptors that were readable in the last call of `receive`.
     """
 
     def __init__(self, address: str) -> None:
         self._path = endpoints.channel_path(address)
-        self._poll = select.poll()
+        self._epoll = select.epoll()
         self._channel: Optional[Stream] = None
-        self._watched_fd = -1
+        self._channel_fd = -1
+        self._watched_fds: Set[int] = set()
+        self._next_connect_at = 0.0
+        self.ready: Sequence[int] = ()
         self._connect()
         while self._channel is None:
-            self._retry_connect()
+            time.sleep(RECONNECT_INTERVAL_S)
+            self._connect()
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
         """Return the received messages; None after a reconnect to another daemon. See `WorkerConnection.receive`."""
         messages: List[Frames] = []
+        self.ready = ()
+        # Usually, read without polling first: under load a message is always available, and polling would only cost
+        # another system call. Watched descriptors are as likely to be readable as the channel, so poll them first.
+        must_poll = bool(self._watched_fds)
         while self._channel is not None:
+            if must_poll and not self._wait_readable(timeout_s):
+                return messages
             try:
-                # Read without polling first: under load a message is always available, and polling would only cost
-                # another system call.
                 read(self._channel, messages)
             except ConnectionError:
-                self._poll.unregister(self._channel)
-                self._channel.close()
-                self._channel = None
+                self._disconnect()
             else:
-                if messages or not timeout_s or not self._wait_readable(timeout_s):
-                    break
-        if messages or self._channel is not None or not timeout_s:
+                if messages or len(self.ready) or not timeout_s:
+                    return messages
+                must_poll = True
+        if messages or not (timeout_s or self._watched_fds):
             return messages
         return self._wait_reconnect(timeout_s)
 
     def watch(self, descriptor: int) -> None:
-        """Make `receive` return when `descriptor` is readable, except while `receive` waits for another daemon."""
-        self._watched_fd = descriptor
-        self._poll.register(descriptor, select.POLLIN)
+        """Make `receive` return when `descriptor` is readable, even if no message has arrived."""
+        self._watched_fds.add(descriptor)
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Undo `watch`. Call it before the descriptor is closed."""
+        self._watched_fds.remove(descriptor)
+        self._epoll.unregister(descriptor)
 
     def send(self, *messages: Frames) -> bool:
         """Send messages together. If no daemon is connected, drop them and return False."""
@@ -217,25 +250,40 @@ class ChannelConnection:
         return self._channel.descriptors.popleft()
 
     def _wait_readable(self, timeout_s: float) -> bool:
-        ready = self._poll.poll(None if timeout_s < 0 else 1000 * timeout_s)
-        return any(descriptor != self._watched_fd for descriptor, _ in ready)
+        """Wait until the channel or a watched descriptor is readable. Return whether the channel is."""
+        ready = [descriptor for descriptor, _ in self._epoll.poll(timeout_s, _MAX_EVENTS)]
+        self.ready = ready
+        if self._channel_fd in ready:
+            ready.remove(self._channel_fd)
+            return True
+        return False
 
     def _wait_reconnect(self, timeout_s: float) -> Optional[List[Frames]]:
+        """Connect to the next daemon. Return None when connected, or [] after the timeout or for `ready`."""
         deadline = float("inf") if timeout_s < 0 else time.monotonic() + timeout_s
-        while self._channel is None:
-            if time.monotonic() >= deadline:
+        while True:
+            now = time.monotonic()
+            if now >= self._next_connect_at and timeout_s:
+                self._connect()
+                if self._channel is not None:
+                    return None
+            self._wait_readable(max(0.0, min(self._next_connect_at, deadline) - now))
+            if self.ready or time.monotonic() >= deadline:
                 return []
-            self._retry_connect()
-        return None
+
+    def _disconnect(self) -> None:
+        assert self._channel is not None  # noqa: S101 - the caller has read from it
+        self._epoll.unregister(self._channel_fd)
+        self._channel.close()
+        self._channel, self._channel_fd = None, -1
+        self._next_connect_at = time.monotonic() + RECONNECT_INTERVAL_S
 
     def _connect(self) -> None:
         self._channel = connect(self._path, takes_descriptors=True)
+        self._next_connect_at = time.monotonic() + RECONNECT_INTERVAL_S
         if self._channel is not None:
-            self._poll.register(self._channel, select.POLLIN)
-
-    def _retry_connect(self) -> None:
-        time.sleep(RECONNECT_INTERVAL_S)
-        self._connect()
+            self._channel_fd = self._channel.fileno()
+            self._epoll.register(self._channel_fd, select.EPOLLIN)
 
 
 Connection = Union[WorkerConnection, ChannelConnection]

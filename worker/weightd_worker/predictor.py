@@ -30,6 +30,9 @@ _MAX_MERGED_ITEMS = 64
 Reply = Tuple[object, Sequence[Any]]
 """A message to the daemon, and the tensors that are sent with it."""
 
+SendReply = Callable[..., Any]
+"""A function that sends its arguments, which are replies, together."""
+
 PredictItem = Tuple[Predict, Sequence[Any]]
 """A request, and its tensors that have arrived in frames and not in shared memory."""
 
@@ -69,7 +72,7 @@ class Predictor(RequestRunner):
 
     Args:
         engine: the engine.
-        reply: function that sends its arguments, which are replies, to the daemon together.
+        reply: function that sends replies to the daemon.
         regions: the regions of clients' shared memory that this process has mapped; None for a new table.
 
     Attributes:
@@ -77,7 +80,7 @@ class Predictor(RequestRunner):
         batch_guard: decides which requests may share a predict.
     """
 
-    def __init__(self, engine: Engine, reply: Callable[..., None], regions: Optional[RegionTable] = None) -> None:
+    def __init__(self, engine: Engine, reply: SendReply, regions: Optional[RegionTable] = None) -> None:
         super().__init__(RegionTable() if regions is None else regions)
         self.verifier: Optional[AnswerVerifier] = None
         self.batch_guard = BatchGuard(engine, reply)
@@ -89,8 +92,15 @@ class Predictor(RequestRunner):
         self._last_description: Any = None
         self._merged_requests: Dict[Tuple[int, ...], BatchLayout] = {}
 
-    def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
-        """Run one request, and send its result or error. Return OK, or the exit status if the process must exit."""
+    def predict(self, order: Predict, frames: Sequence[Any], reply: Optional[SendReply] = None) -> int:
+        """Run one request, and send its result or error. Return OK, or the exit status if the process must exit.
+
+        Args:
+            order: the request.
+            frames: the tensors of the request that have arrived in frames.
+            reply: function that sends the reply; None to send it to the daemon.
+        """
+        reply = reply or self._reply
         try:
             request_description, regions, placed = order.description, order.regions, None
             inputs = self._input_arrays(order, frames)
@@ -102,11 +112,11 @@ class Predictor(RequestRunner):
             rest = [*map(frame_of, outputs.values())]
             if regions is not None:
                 placed, rest = self._write_to_regions(regions, rest)
-            self._reply((PredictResult(order.request, description, placed), rest))
+            reply((PredictResult(order.request, description, placed), rest))
         except RequestError as error:
-            return self._fail(order, error, is_leaving=not self._is_model_intact(error))
+            return self._fail(order, error, is_leaving=not self._is_model_intact(error), reply=reply)
         except Exception as error:  # noqa: BLE001 - the request must be answered, whatever a library raises
-            return self._fail_unexpected(order, error)
+            return self._fail_unexpected(order, error, reply)
         return exit_codes.OK
 
     def _verify_outputs(
@@ -304,16 +314,16 @@ class Predictor(RequestRunner):
             return False
         return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_corrupted()
 
-    def _fail_unexpected(self, order: Predict, error: Exception) -> int:
+    def _fail_unexpected(self, order: Predict, error: Exception, reply: Optional[SendReply] = None) -> int:
         _log.exception("request %d failed", order.request)
-        return self._fail(order, Internal(f"{type(error).__name__}: {error}"), is_leaving=True)
+        return self._fail(order, Internal(f"{type(error).__name__}: {error}"), is_leaving=True, reply=reply)
 
-    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
+    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool, reply: Optional[SendReply] = None) -> int:
         if isinstance(error, MaybeCorrupted):
             # Another request has corrupted the model. When the daemon receives the reply to that request, it runs this
             # request in another process. So send no reply to this request.
             return exit_codes.MODEL_CORRUPTED
-        self._reply((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
+        (reply or self._reply)((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
         return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK
 
 

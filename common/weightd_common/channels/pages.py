@@ -158,5 +158,10 @@ def daemon_page(memory: memoryview) -> Page:
 
 def row_page(memory: memoryview, row: int) -> Page:
     """Return a row in the memory of a device's pages."""
-    begin = _FIRST_ROW + row * _ROW_STRIDE
+    begin = row_offset(row)
     return page_over(memory[begin : begin + DEVICE_LAYOUT.row_bytes])
+
+
+def row_offset(row: int) -> int:
+    """Return the position of a row in the memory of a device's pages, a multiple of the size of a memory page."""
+    return _FIRST_ROW + row * _ROW_STRIDE

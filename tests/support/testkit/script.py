@@ -27,6 +27,8 @@ class Script:
     None stands for a new daemon, and PAUSE for a receive that times out. A receive beyond the last message is an error.
     """
 
+    ready: Sequence[int] = ()
+
     def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
         self.orders = list(orders)
         self.sent: List[Union[ChildMessage, Forked]] = []

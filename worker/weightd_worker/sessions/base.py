@@ -17,7 +17,7 @@ import numpy as np
 
 from weightd_common.transient import is_transient, mentions_transient
 from weightd_protocol import limits
-from weightd_protocol.codec import Decoder, clip, encode
+from weightd_protocol.codec import Decoder, clip, encode, type_name
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
 from weightd_protocol.messages.worker import (
     TO_CHILD,
@@ -32,10 +32,12 @@ from weightd_protocol.messages.worker import (
     ProcessFailed,
     Reconnected,
     Stop,
+    TrimStore,
     UnmapRegion,
 )
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes, nativelog
+from weightd_worker.channels.direct import CHANNEL_ORDERS, ChannelOrder, DirectChannels
 from weightd_worker.connection import Connection
 from weightd_worker.engines.engine import BuildError, ModelSignature, OutOfDeviceMemory
 from weightd_worker.predictor import Reply, RequestRunner
@@ -45,6 +47,10 @@ _log = logging.getLogger("weightd.worker")
 
 # Seconds between two checks of the size of the log and of retained memory while requests arrive.
 HOUSEKEEPING_INTERVAL_S = 1.0
+
+# An order that `_next_order` returns to process a request on a direct channel. It is recognized by its identity.
+_SERVE_CHANNEL = TrimStore()
+
 Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order and its tensors. For a batch: the BeginBatch order, and its Predict orders, each with its tensors."""
 
@@ -65,6 +71,9 @@ class Session(abc.ABC):
         self._next_housekeeping_at = 0.0
         self._idle_timeout_s = -1.0
         self._inbox = Inbox()
+        # The direct channels of this worker; None without any. The channels and the daemon's orders take turns.
+        self._direct_channels: Optional[DirectChannels] = None
+        self._is_channel_turn = False
 
     def run(self, sha256: str) -> int:
         """Send HELLO and execute orders until the daemon sends Stop. Return the exit status.
@@ -79,7 +88,11 @@ class Session(abc.ABC):
                 self._status = self._runner.predict(order, tensors)
             elif isinstance(order, BeginBatch):
                 self._status = self._runner.predict_batch(tensors, order.rows, order.principal_ids)
+            elif order is _SERVE_CHANNEL:
+                self._status = self._serve_channel()
             elif isinstance(order, Stop):
+                if self._direct_channels is not None:
+                    self._direct_channels.drain()
                 return exit_codes.OK
             else:
                 self._status = self._execute_order(order)
@@ -87,6 +100,8 @@ class Session(abc.ABC):
             del order, tensors
             if time.monotonic() >= self._next_housekeeping_at:
                 self._do_housekeeping()
+        if self._direct_channels is not None:
+            self._direct_channels.close()
         # Wait for Stop, the daemon's reply to a failure. If this process exited earlier, the failure message could be
         # lost.
         while not isinstance(self._next_order()[0], Stop):
@@ -102,7 +117,7 @@ class Session(abc.ABC):
         """Execute an order other than a request. If this fails, the caller reports the error and the process exits."""
 
     def _next_order(self) -> Entry:
-        """Return the next order.
+        """Return the next order, or `_SERVE_CHANNEL` if a direct channel is readable and it is the channels' turn.
 
         All received messages are read first, so that a CancelPredict takes effect before its Predict is executed.
         """
@@ -110,6 +125,10 @@ class Session(abc.ABC):
             messages = self._connection.receive(0 if self._inbox else self._idle_timeout_s)
             if messages:
                 self._on_messages(messages)
+            if self._direct_channels is not None and messages is not None and self._connection.ready:
+                self._is_channel_turn = not (self._is_channel_turn and self._inbox)
+                if self._is_channel_turn:
+                    return _SERVE_CHANNEL, ()
             if self._inbox:
                 return self._inbox.take()
             if messages is not None:
@@ -118,6 +137,8 @@ class Session(abc.ABC):
             elif self._status == exit_codes.OK:
                 self._inbox.drop_incomplete_batch()
                 self._runner.regions.clear()
+                if self._direct_channels is not None:
+                    self._direct_channels.on_new_daemon()
                 self._send(Reconnected(self._runner.step))
             else:
                 # Exit now: the new daemon may not have received the failure message, but it will notice that this
@@ -136,6 +157,8 @@ class Session(abc.ABC):
                 # uses the region's number for another region: the number is new, or the same region is mapped again.
                 self._inbox.cancel_unmap(order.region)
                 self._runner.regions.map(order.region, self._connection.take_descriptor())
+            elif isinstance(order, CHANNEL_ORDERS):
+                self._on_channel_order(order)
             else:
                 self._inbox.put(order)
 
@@ -145,6 +168,18 @@ class Session(abc.ABC):
     def _on_cancel_predict(self, order: CancelPredict) -> None:
         if self._inbox.cancel(order.request):
             self._reply((PredictCancelled(order.request), ()))
+
+    def _on_channel_order(self, order: ChannelOrder) -> None:
+        """Execute an order about direct channels as soon as it arrives, because its descriptor arrives with it."""
+        raise RemoteProtocolError(f"type: expected no direct channel, got {type_name(order)}")
+
+    def _serve_channel(self) -> int:
+        """Process one request on a direct channel. Return OK, or the exit status if the process must exit."""
+        assert self._direct_channels is not None  # noqa: S101 - `_next_order` has checked it
+        status = self._direct_channels.serve(self._connection.ready)
+        if status != exit_codes.OK:
+            return self._report_failure("a request on a direct channel may have corrupted the model", status)
+        return status
 
     def _do_housekeeping(self) -> None:
         """Limit the size of the log, to which libraries may write in each predict."""

@@ -32,6 +32,7 @@ from weightd_protocol.messages.worker import (
 )
 from weightd_protocol.messages.worker_common import SelfTestCases
 from weightd_worker import nativelog
+from weightd_worker.channels.direct import ChannelOrder, DirectChannels
 from weightd_worker.connection import Connection
 from weightd_worker.engines.engine import AttachRefused, BuildError, Engine, SharedWeights
 from weightd_worker.forking import Forker, InheritedModel
@@ -137,6 +138,11 @@ class WorkerSession(Session):
         if self._sharing_plan.forker is not None:
             raise RemoteProtocolError("type: expected no predict in a template, got one")
         super()._on_predict(order, tensors)
+
+    def _on_channel_order(self, order: ChannelOrder) -> None:
+        if self._direct_channels is None:
+            self._direct_channels = DirectChannels(self._connection, self._predictor.predict)
+        self._direct_channels.on_order(order)
 
     def _do_housekeeping(self) -> None:
         super()._do_housekeeping()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import Any, Callable, List, Mapping, NamedTuple, Sequence, Tuple, cast
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, cast
 
 from weightd_common.devices import parse_cpulist
 from weightd_common.launch_arguments import RendezvousInfo
@@ -34,7 +34,7 @@ from weightd_worker.connection import Connection
 from weightd_worker.engines.cpu import set_cpu_affinity
 from weightd_worker.engines.engine import Arrays, Engine, EngineMissing, ModelSignature, NotShared
 from weightd_worker.engines.ranks import RankEngine, RankRejected
-from weightd_worker.predictor import PredictItem, Predictor, Reply
+from weightd_worker.predictor import PredictItem, Predictor, Reply, SendReply
 from weightd_worker.selftest.reference_answer import ReferenceAnswer, RowShare
 from weightd_worker.sessions.base import all_versions, check_signature
 from weightd_worker.sessions.group import GroupSession
@@ -213,13 +213,13 @@ class LockstepRunner(Predictor):
         """From now on, reject requests whose number of rows in `inputs` is not a multiple of `rank_count`."""
         self._engine = cast(Engine, RowShardedEngine(cast(RankEngine, self._engine), inputs, rank_count))
 
-    def predict(self, order: Predict, frames: Sequence[Any]) -> int:
+    def predict(self, order: Predict, frames: Sequence[Any], reply: Optional[SendReply] = None) -> int:
         """Run the next request. Return OK, or the exit status if the process must exit."""
         step_error = self._next_step_error([order])
         if step_error:
             return self._report_failure(step_error)
         if self._is_replying:
-            return super().predict(order, frames)
+            return super().predict(order, frames, reply)
         try:
             self._engine.predict(self._input_arrays(order, frames))
         except RequestError as error:
@@ -267,8 +267,8 @@ class LockstepRunner(Predictor):
             self.step = order.step
         return ""
 
-    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
-        return super()._fail(order, error, is_leaving=not isinstance(error, RankRejected))
+    def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool, reply: Optional[SendReply] = None) -> int:
+        return super()._fail(order, error, is_leaving=not isinstance(error, RankRejected), reply=reply)
 
 
 def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
