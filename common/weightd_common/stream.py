@@ -30,7 +30,7 @@ _MAX_DESCRIPTORS = 4
 # Size of the buffer for received descriptors: enough for the 253 descriptors (SCM_MAX_FD) that the kernel passes at
 # most with one read. If the buffer were smaller, the kernel would close the other descriptors during the read, and
 # closing a descriptor of a peer's file system can block.
-_ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
+ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 def enlarge_send_buffer(connection: socket.socket) -> None:
@@ -200,7 +200,7 @@ class Stream:
             if incoming.missing_bytes >= LARGE_BYTES:
                 return self._receive_into_buffer(incoming)
             if self._accepts_descriptors:
-                data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
                 if ancillary:
                     self._collect_descriptors(ancillary)
             else:
@@ -216,7 +216,7 @@ class Stream:
         """Read the next part of a large frame directly into the frame's buffer."""
         if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(
-                [incoming.read_buffer()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                [incoming.read_buffer()], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
             if ancillary:
                 self._collect_descriptors(ancillary)
@@ -227,11 +227,7 @@ class Stream:
         return incoming.on_filled(count)
 
     def _collect_descriptors(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
-        for level, kind, content in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                received = array.array("i")
-                received.frombytes(content[: len(content) - len(content) % received.itemsize])
-                self.descriptors.extend(received)
+        self.descriptors.extend(descriptors_in(ancillary))
         if len(self.descriptors) > _MAX_DESCRIPTORS:
             raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} unconsumed descriptors")
 
@@ -241,6 +237,17 @@ class Stream:
         for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)
         self.descriptors.clear()
+
+
+def descriptors_in(ancillary: List[Tuple[int, int, bytes]]) -> List[int]:
+    """Return the file descriptors in the ancillary data of a message, as `recvmsg` returns it."""
+    descriptors: List[int] = []
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received = array.array("i")
+            received.frombytes(content[: len(content) - len(content) % received.itemsize])
+            descriptors.extend(received)
+    return descriptors
 
 
 def _rights(descriptors: Sequence[int]) -> List[Tuple[int, int, Any]]:

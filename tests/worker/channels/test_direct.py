@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextlib
 import hashlib
 import mmap
 import os
 import select
 import socket
+import struct
 import time
 from typing import Any, Deque, Dict, Generator, List, Optional, Sequence, Set, Tuple, cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from testkit.fakeengine import FakeEngine
 from weightd_common import memfd
 from weightd_common.channels.pages import (
     BYTE_LIMIT,
+    CURRENT_REQUEST,
     DEVICE_BYTES,
     DEVICE_LAYOUT,
     ENDED,
@@ -27,9 +33,11 @@ from weightd_common.channels.pages import (
     REQUESTS,
     SECONDS,
     SERIAL,
+    SLOT_ENDING,
     SLOT_OPEN,
     STAGE,
     STAGE_IDLE,
+    STAGE_RUNNING,
     STATE,
     TENANT,
     WEIGHT,
@@ -38,15 +46,20 @@ from weightd_common.channels.pages import (
 )
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.framing import FrameReader, message_prefix
 from weightd_protocol.messages.channels import (
     AddChannel,
     AllowRequests,
+    AnswerDropped,
+    ChannelReleased,
+    ReleaseChannel,
     RequestHandedOver,
     SetChannelRows,
     pack_deadline,
 )
 from weightd_protocol.messages.inference import (
+    Error,
     Infer,
     InferResponse,
     Parameters,
@@ -54,11 +67,12 @@ from weightd_protocol.messages.inference import (
     TensorSignature,
     TensorSpec,
 )
+from weightd_protocol.messages.regions import InputLocation, Regions
 from weightd_protocol.messages.types import TO_CLIENT
 from weightd_protocol.messages.worker import FROM_CHILD
 from weightd_worker import exit_codes
 from weightd_worker.channels.direct import DirectChannels
-from weightd_worker.engines.engine import Arrays, ModelSignature
+from weightd_worker.engines.engine import Arrays, ModelCorrupted, ModelSignature
 from weightd_worker.predictor import Predictor
 
 GENERATION_SERIAL = 3
@@ -88,6 +102,10 @@ def request(
     """Return the packet of a request with one input `x`."""
     tensor = np.array(values or (1, 2, 3, 4), np.float32).tobytes()
     return packet_of([*encode(Infer(str(number), description, parameters)), tensor], deadline_us)
+
+
+def digest_of(description: RequestDescription) -> str:
+    return hashlib.sha256(encode(Infer("1", description))[1]).hexdigest()
 
 
 class FakeConnection:
@@ -204,8 +222,7 @@ class Worker:
         self.connection.descriptors.append(os.dup(self.device.ends[client.serial].fileno()))
         self.channels.on_order(AddChannel(client.slot, client.serial))
         for each in descriptions or (DESCRIPTION,):
-            frame = encode(Infer("1", each))[1]
-            self.channels.on_order(AllowRequests(client.serial, hashlib.sha256(frame).hexdigest()))
+            self.channels.on_order(AllowRequests(client.serial, digest_of(each)))
 
     def readable(self) -> List[int]:
         if not self.connection.watched:
@@ -267,3 +284,404 @@ def test_unknown_description_is_handed_over(device: Device, worker: Worker, clie
     assert not client.has_answer()
     assert worker.engine.done == []
     assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+
+
+def test_late_request_does_not_run(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7, deadline_us=now_us() - 1))
+    worker.serve()
+    error, _ = client.receive()
+    assert (error.id, error.code) == ("7", "DEADLINE_EXCEEDED")
+    assert worker.engine.done == []
+    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+    assert worker.sent == []
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        Parameters(priority=1),
+        Parameters(tenant="other"),
+        Parameters(regions=Regions((InputLocation(0, "ab", 0),))),
+    ],
+    ids=["priority", "tenant", "regions"],
+)
+def test_odd_parameters_are_handed_over(worker: Worker, client: Client, parameters: Parameters) -> None:
+    frames = encode(Infer("7", DESCRIPTION, parameters))
+    packet = packet_of(frames if parameters.regions else [*frames, bytes(16)])
+    client.send(packet)
+    worker.serve()
+    assert worker.connection.sent == [(RequestHandedOver(11, 7), [packet])]
+    assert worker.engine.done == []
+
+
+@pytest.mark.parametrize("number", ["x", "-7", "+7", " 7", "07", "1_0", "0", "٣", str(2**63)])
+def test_id_that_is_no_decimal_number_is_handed_over(worker: Worker, client: Client, number: str) -> None:
+    client.send(request(number))
+    worker.serve()
+    assert worker.sent == [RequestHandedOver(11, 0)]
+    assert not client.has_answer()
+
+
+def test_largest_id_is_answered(worker: Worker, client: Client) -> None:
+    client.send(request(2**63 - 1))
+    worker.serve()
+    assert client.answer()[0] == str(2**63 - 1)
+
+
+def test_each_request_is_answered_once_by_two_workers(device: Device) -> None:
+    first, second = Worker(device, 0, 2), Worker(device, 1, 2)
+    client = device.open()
+    first.add(client)
+    second.add(client)
+    for number in range(1, 21):
+        client.send(request(number))
+    ready = first.readable()
+    for _ in range(30):
+        for each in (first, second):
+            assert each.channels.serve(ready if each is first else each.readable()) == exit_codes.OK
+    answered = [client.answer()[0] for _ in range(20)]
+    assert sorted(map(int, answered)) == [*range(1, 21)]
+    assert not client.has_answer()
+    taken = [device.count(REQUESTS, row=row) for row in (0, 1)]
+    assert sum(taken) == 20
+    assert min(taken) > 0
+    for each in (first, second):
+        each.channels.close()
+
+
+def test_quicker_worker_leaves_the_other_idle(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7))
+    ready = worker.readable()
+    assert device.ends[11].recv(limits.MAX_PACKET_BYTES)
+    assert worker.channels.serve(ready) == exit_codes.OK
+    assert (device.count(REQUESTS), device.row().words[STAGE]) == (0, STAGE_IDLE)
+    assert worker.sent == []
+
+
+def test_slow_reader_loses_its_answers(device: Device, worker: Worker, client: Client) -> None:
+    sent = 0
+    while AnswerDropped(11, sent) not in worker.sent:
+        sent += 1
+        client.send(request(sent))
+        worker.serve()
+        assert sent < 100_000
+    assert (device.count(ENDED), device.row().words[STAGE]) == (sent, STAGE_IDLE)
+    for number in range(1, sent):
+        assert client.answer()[0] == str(number)
+    assert not client.has_answer()
+
+
+@pytest.mark.parametrize("has_small_buffer", [False, True], ids=["limit", "buffer"])
+def test_answer_too_large_is_handed_over(
+    device: Device, worker: Worker, client: Client, has_small_buffer: bool
+) -> None:
+    if has_small_buffer:
+        device.ends[11].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    nbytes = 40_000 if has_small_buffer else limits.MAX_PACKET_BYTES
+    worker.output = np.zeros(nbytes // 4, np.float32)
+    packet = request(7)
+    client.send(packet)
+    worker.serve()
+    assert worker.connection.sent == [(RequestHandedOver(11, 7), [packet])]
+    assert not client.has_answer()
+    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+
+
+def test_large_answer_fits(worker: Worker, client: Client) -> None:
+    worker.output = np.zeros(100_000 // 4, np.float32)
+    client.send(request(7))
+    worker.serve()
+    assert client.answer()[0] == "7"
+
+
+def test_overdrawn_channel_is_released(device: Device, worker: Worker) -> None:
+    client = device.open(requests=2)
+    worker.add(client)
+    packets = [request(number) for number in (1, 2, 3, 4)]
+    for each in packets:
+        client.send(each)
+    worker.serve()
+    assert [client.answer()[0] for _ in range(2)] == ["1", "2"]
+    assert worker.connection.sent == [(RequestHandedOver(11, 3), [packets[2]]), (ChannelReleased(11, "overdrawn"), [])]
+    assert worker.connection.watched == set()
+    # The daemon reads the rest.
+    assert device.ends[11].recv(limits.MAX_PACKET_BYTES) == packets[3]
+
+
+def test_expired_channel_is_released_unread(device: Device, worker: Worker, client: Client) -> None:
+    packet = request(7)
+    client.send(packet)
+    device.page.reals[DEVICE_LAYOUT.channel(0) + EXPIRES_AT] = time.monotonic()
+    worker.serve()
+    assert worker.sent == [ChannelReleased(11, "expired")]
+    assert device.ends[11].recv(limits.MAX_PACKET_BYTES) == packet
+    assert device.count(REQUESTS) == 0
+
+
+def test_ending_channel_is_released(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7))
+    device.page.words[DEVICE_LAYOUT.channel(0) + STATE] = SLOT_ENDING
+    worker.serve()
+    assert worker.sent == [ChannelReleased(11, "ordered")]
+
+
+def test_client_that_has_closed_its_end_is_released(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7))
+    client.send(request(8))
+    client.end.close()
+    worker.serve()
+    assert worker.sent == [ChannelReleased(11, "ended")]
+    assert device.count(ENDED) == 2
+
+
+def test_reset_of_the_client_loses_no_request(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7))
+    worker.serve()
+    client.send(request(8))
+    # The client has not read its answer, so the next read fails with ECONNRESET.
+    client.end.close()
+    worker.serve()
+    assert device.count(ENDED) == 2
+    assert worker.sent == [ChannelReleased(11, "ended")]
+
+
+def test_ordered_release_closes_the_descriptor(device: Device, worker: Worker, client: Client) -> None:
+    worker.channels.on_order(ReleaseChannel(11))
+    assert worker.sent == [ChannelReleased(11, "ordered")]
+    device.ends[11].close()
+    assert client.end.recv(1) == b""
+
+
+def test_orders_about_released_channels_are_ignored(worker: Worker, client: Client) -> None:
+    worker.channels.on_order(ReleaseChannel(client.serial))
+    worker.channels.on_order(ReleaseChannel(client.serial))
+    worker.channels.on_order(ReleaseChannel(99))
+    worker.channels.on_order(AllowRequests(client.serial, "ab" * 32))
+    assert worker.sent == [ChannelReleased(11, "ordered")]
+
+
+def test_channel_of_another_generation_is_refused(device: Device, worker: Worker) -> None:
+    client = device.open()
+    device.page.words[DEVICE_LAYOUT.channel(0) + GENERATION] += 1
+    worker.add(client)
+    assert worker.sent == [ChannelReleased(11, "foreign")]
+    assert worker.connection.watched == set()
+
+
+def test_drain_answers_queued_requests(worker: Worker, client: Client) -> None:
+    for number in (1, 2, 3):
+        client.send(request(number))
+    assert worker.channels.drain() == exit_codes.OK
+    assert [client.answer()[0] for _ in range(3)] == ["1", "2", "3"]
+    assert worker.sent == [ChannelReleased(11, "ended")]
+    with pytest.raises(BrokenPipeError):
+        client.send(request(4))
+
+
+def test_drain_ends_while_a_client_sends(worker: Worker, client: Client) -> None:
+    def send_more(inputs: Arrays) -> Arrays:
+        with contextlib.suppress(BrokenPipeError):
+            client.send(request(8))
+        return inputs
+
+    worker.engine.answer = send_more
+    client.send(request(7))
+    assert worker.channels.drain() == exit_codes.OK
+    assert worker.engine.done == ["predict"]
+
+
+def test_only_allowed_descriptions_run(device: Device, worker: Worker) -> None:
+    other = RequestDescription("m", (TensorSpec("x", "FP32", (2, 2)),))
+    client, second = device.open(), device.open(1, 22)
+    worker.add(client)
+    worker.add(second, DESCRIPTION, other)
+    for each in (client, second):
+        each.send(request(7, description=other))
+    worker.serve()
+    assert worker.sent == [RequestHandedOver(11, 7)]
+    assert second.answer()[0] == "7"
+
+
+def test_descriptions_of_a_channel_are_limited(worker: Worker, client: Client) -> None:
+    shapes = [RequestDescription("m", (TensorSpec("x", "FP32", (1,) * size + (4,)),)) for size in range(2, 10)]
+    for number in range(limits.MAX_CHANNEL_DESCRIPTIONS - 1):
+        worker.channels.on_order(AllowRequests(11, f"{number:064x}"))
+    worker.channels.on_order(AllowRequests(11, digest_of(shapes[0])))
+    client.send(request(7, description=shapes[0]))
+    client.send(request(8))
+    worker.serve()
+    assert worker.sent == [RequestHandedOver(11, 7)]
+    assert client.answer()[0] == "8"
+
+
+# --- failures of the model --------------------------------------------------------------------------------------------
+
+
+def test_error_of_the_model_is_answered(device: Device, worker: Worker, client: Client) -> None:
+    worker.error = InvalidArgument("too small")
+    client.send(request(7))
+    assert worker.serve() == exit_codes.OK
+    assert client.receive()[0] == Error("7", "INVALID_ARGUMENT", "too small")
+    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+
+
+@pytest.mark.parametrize("error", [ModelCorrupted("broken"), ValueError("broken")])
+def test_row_shows_the_request_that_corrupted_the_model(
+    device: Device, worker: Worker, client: Client, error: Exception
+) -> None:
+    worker.error = error
+    client.send(request(7))
+    client.send(request(8))
+    assert worker.serve() == exit_codes.MODEL_CORRUPTED
+    answer, _ = client.receive()
+    assert (answer.id, answer.code) == ("7", "INTERNAL")
+    words = device.row().words
+    assert (words[STAGE], words[CURRENT_REQUEST], device.count(ENDED)) == (STAGE_RUNNING, 7, 0)
+    assert len(worker.engine.done) == 1
+
+
+# --- restart of the daemon --------------------------------------------------------------------------------------------
+
+
+def test_requests_are_answered_without_a_daemon(worker: Worker, client: Client) -> None:
+    worker.connection.has_daemon = False
+    client.send(request(7))
+    client.send(request(8, description=RequestDescription("m", DESCRIPTION.inputs, ("y",))))
+    worker.serve()
+    assert client.answer()[0] == "7"
+    error, _ = client.receive()
+    assert (error.id, error.code) == ("8", "UNAVAILABLE")
+
+
+def test_answer_too_large_without_a_daemon_is_an_error(worker: Worker, client: Client) -> None:
+    worker.connection.has_daemon = False
+    worker.output = np.zeros(limits.MAX_PACKET_BYTES // 4, np.float32)
+    client.send(request(7))
+    worker.serve()
+    error, _ = client.receive()
+    assert (error.id, error.code) == ("7", "UNAVAILABLE")
+
+
+def test_next_daemon_hears_nothing_of_earlier_channels(device: Device, worker: Worker, client: Client) -> None:
+    client.send(request(7))
+    client.send(request(8, description=RequestDescription("m", DESCRIPTION.inputs, ("y",))))
+    worker.channels.on_new_daemon()
+    with pytest.raises(BrokenPipeError):
+        client.send(request(9))
+    # The next daemon has its own pages and channels.
+    other_device = Device()
+    worker.connection.descriptors.append(os.dup(other_device.descriptor))
+    worker.channels.on_order(SetChannelRows(GENERATION_SERIAL, 2, 3, (2,)))
+    other = other_device.open(0, 12)
+    worker.device = other_device
+    worker.add(other)
+    other.send(request(1))
+    worker.serve()
+    assert client.answer()[0] == "7"
+    error, _ = client.receive()
+    assert (error.id, error.code) == ("8", "UNAVAILABLE")
+    device.ends[11].close()
+    assert client.end.recv(1) == b""
+    assert other.answer()[0] == "1"
+    assert worker.sent == []
+    assert device.count(ENDED) == 2
+    assert other_device.count(ENDED, row=2) == 1
+    worker.channels.on_order(ReleaseChannel(12))
+    assert worker.sent == [ChannelReleased(12, "ordered")]
+    other_device.close()
+
+
+# --- hostile clients --------------------------------------------------------------------------------------------------
+
+
+def test_empty_packet_ends_the_channel(device: Device, worker: Worker, client: Client) -> None:
+    client.send(b"")
+    packet = request(7)
+    client.send(packet)
+    worker.serve()
+    assert worker.sent == [ChannelReleased(11, "ended")]
+    assert device.ends[11].recv(limits.MAX_PACKET_BYTES) == packet
+
+
+def test_packet_that_is_too_long_is_cut(worker: Worker, client: Client) -> None:
+    client.send(bytes(limits.MAX_PACKET_BYTES + 100))
+    worker.serve()
+    assert worker.connection.sent == [(RequestHandedOver(11, 0), [bytes(limits.MAX_PACKET_BYTES + 1)])]
+
+
+def lingering_socket() -> socket.socket:
+    """Return a socket whose close blocks for `LIMIT_S`, because its peer does not read."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        connection = socket.create_connection(listener.getsockname())
+        KEPT.append(listener.accept()[0])
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection.send(bytes(100_000))
+    connection.setblocking(True)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, int(LIMIT_S)))
+    return connection
+
+
+KEPT: List[socket.socket] = []
+
+
+@pytest.mark.parametrize("is_empty", [False, True], ids=["request", "empty"])
+def test_descriptors_of_a_client_do_not_block(device: Device, worker: Worker, client: Client, is_empty: bool) -> None:
+    packet = b"" if is_empty else request(7)
+    with lingering_socket() as connection:
+        rights = array.array("i", [connection.fileno()])
+        client.end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+    begin = time.monotonic()
+    worker.serve()
+    assert time.monotonic() - begin < LIMIT_S / 2
+    number = 0 if is_empty else 7
+    assert worker.connection.sent == [(RequestHandedOver(11, number), [packet]), (ChannelReleased(11, "overdrawn"), [])]
+    assert worker.engine.done == []
+    assert device.row().words[STAGE] == STAGE_IDLE
+    # The peer resets the connection, so the thread that closes the socket ends.
+    KEPT.pop().close()
+
+
+VALID = request(7)
+
+
+@st.composite
+def hostile_packets(draw: Any) -> bytes:
+    """Arbitrary bytes, and requests of which a part was changed."""
+    if draw(st.booleans()):
+        return bytes(draw(st.binary(min_size=1, max_size=300)))
+    begin, end = sorted(draw(st.tuples(*[st.integers(0, len(VALID))] * 2)))
+    return VALID[:begin] + bytes(draw(st.binary(max_size=20))) + VALID[end:] or b"\0"
+
+
+@given(st.lists(hostile_packets(), max_size=5))
+def test_hostile_packets_are_handed_over_unchanged(packets: List[bytes]) -> None:
+    device = Device()
+    worker, client = Worker(device), device.open()
+    worker.add(client)
+    try:
+        answered = 0
+        for packet in packets:
+            client.send(packet)
+            assert worker.serve() == exit_codes.OK
+            if client.has_answer():
+                # Only a request with an allowed description is answered.
+                answered += 1
+                message, _ = client.receive()
+                assert encode(Infer("1", DESCRIPTION))[1] in packet
+                assert message.id.encode() in packet
+            else:
+                (handed, frames) = worker.connection.sent.pop(0)
+                assert (handed.channel, frames) == (11, [packet])
+        assert worker.connection.sent == []
+        assert device.count(REQUESTS) == device.count(ENDED) == len(packets)
+        assert device.row().words[STAGE] == STAGE_IDLE
+        client.send(VALID)
+        worker.serve()
+        assert client.answer() == ("7", [2, 4, 6, 8])
+    finally:
+        worker.channels.close()
+        device.close()

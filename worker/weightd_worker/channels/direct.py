@@ -7,16 +7,20 @@ requests are handed over to the daemon, which processes them as if the client ha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import logging
 import os
 import socket
+import threading
 from time import monotonic
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union, cast
 
 from weightd_common.channels import messages
 from weightd_common.channels.messages import Released
 from weightd_common.channels.pages import DEVICE_LAYOUT
+from weightd_common.stream import ANCILLARY_BYTES, descriptors_in
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode, heading
 from weightd_protocol.errors import DeadlineExceeded, RemoteProtocolError, RequestError, Unavailable
@@ -52,14 +56,18 @@ It returns OK, or the exit status if the process must exit.
 
 # A packet that is longer than the largest legal one is cut by one byte more than the limit, so it is recognized.
 _READ_BYTES = limits.MAX_PACKET_BYTES + 1
-_NO_WAIT = socket.MSG_DONTWAIT
-_NO_WAIT_NO_SIGNAL = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_RECEIVE_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+_SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 # Errors of a send that found no space. Every other error says that the client has closed its end.
 _NO_SPACE = frozenset([errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM])
 
 _LATE = DeadlineExceeded("was waiting on its direct channel at its deadline")
 _NO_DAEMON = Unavailable("the daemon is restarting; the request has not run")
+_TOO_LARGE = Unavailable("the daemon is restarting; the answer is too large for a direct channel")
+
+
+_log = logging.getLogger("weightd.worker")
 
 
 class _Refused(Exception):
@@ -67,14 +75,22 @@ class _Refused(Exception):
 
 
 class WorkerChannel:
-    """The workers' end of a direct channel, with the descriptions of the requests that may run."""
+    """The workers' end of a direct channel, with the descriptions of the requests that may run.
 
-    __slots__ = ("descriptions", "digests", "pulled", "session", "socket")
+    Args:
+        session: the session to which the channel belongs.
+        pulled: the channel in the session.
+        end: the workers' end, which this object owns.
+    """
+
+    __slots__ = ("descriptions", "digests", "pulled", "receive", "send", "session", "socket")
 
     def __init__(self, session: ChannelSession, pulled: PulledChannel, end: socket.socket) -> None:
         self.session = session
         self.pulled = pulled
         self.socket = end
+        # The bound methods are stored, because looking them up for each request would take time.
+        self.receive, self.send = end.recvmsg, end.send
         self.descriptions: Set[bytes] = set()
         # The digests of allowed descriptions whose bytes no request has had yet.
         self.digests: Set[str] = set()
@@ -156,7 +172,7 @@ class DirectChannels:
         released = session.add(messages.AddChannel(order.slot, order.channel))
         if released:
             os.close(descriptor)
-            self._report_release(released[0])
+            self._connection.reply(_encode(ChannelReleased(order.channel, released[0].reason)))
             return
         channel = WorkerChannel(session, session.channels[order.channel], socket.socket(fileno=descriptor))
         self._by_serial[order.channel] = self._by_fd[descriptor] = channel
@@ -228,15 +244,18 @@ class DirectChannels:
             return exit_codes.OK
         channel = self._by_serial[pulled.serial]
         try:
-            packet = channel.socket.recv(_READ_BYTES, _NO_WAIT)
+            packet, ancillary, _, _ = channel.receive(_READ_BYTES, ANCILLARY_BYTES, _RECEIVE_FLAGS)
         except OSError:
             # Another worker was quicker, or the client has closed its end. In the latter case, this error is reported
             # once, and the queued requests can be read.
             session.on_nothing(pulled)
         else:
-            if packet:
+            if ancillary:
+                self._refuse_descriptors(channel, packet, ancillary, now)
+            elif packet:
                 return self._process(channel, packet, now)
-            self._on_released(session.on_end(pulled))
+            else:
+                self._on_released(session.on_end(pulled))
         return exit_codes.OK
 
     def _process(self, channel: WorkerChannel, packet: bytes, now: float) -> int:
@@ -247,7 +266,7 @@ class DirectChannels:
         if refusal or description is None:
             self._hand_over(channel, request_id, number, packet, refusal)
         elif deadline_us <= now * 1e6:
-            self._send(channel, encode(_error(request_id, _LATE)), packet)
+            self._send(channel, request_id, encode(_error(request_id, _LATE)), packet)
             session.on_answered(pulled)
         else:
             session.run(now)
@@ -285,8 +304,8 @@ class DirectChannels:
                 return deadline_us, request.id, number, request.description, frames[2:]
         except (RemoteProtocolError, _Refused):
             pass
-        request_id = heading(frames).id
-        return 0, request_id, _number_of(request_id), None, ()
+        request_id, number = _heading(frames)
+        return 0, request_id, number, None, ()
 
     def _on_reply(self, reply: Tuple[object, Sequence[Any]]) -> None:
         """Send the reply to the running request to the client."""
@@ -297,40 +316,55 @@ class DirectChannels:
         message: Any = reply[0]
         if message.__class__ is PredictResult:
             frames = [*encode(InferResponse(request_id, message.description)), *reply[1]]
-            self._send(channel, frames, packet)
+            self._send(channel, request_id, frames, packet)
             session.on_answered(pulled)
             return
-        self._send(channel, encode(Error(request_id, message.code, message.error)), packet)
+        self._send(channel, request_id, encode(Error(request_id, message.code, message.error)), packet)
         # The row of a process that exits shows the request that was the cause.
         if not message.is_exiting:
             session.on_answered(pulled)
 
-    def _send(self, channel: WorkerChannel, frames: Sequence[Any], packet: bytes) -> None:
+    def _send(self, channel: WorkerChannel, request_id: str, frames: Sequence[Any], packet: bytes) -> None:
         """Send an answer to the request in `packet`, or report to the daemon why this is impossible."""
         prefix, nbytes = prefix_of((*map(len, frames),))
         if len(prefix) + nbytes > limits.MAX_PACKET_BYTES:
-            self._on_too_large(channel, packet)
+            self._on_too_large(channel, request_id, packet)
             return
         try:
-            channel.socket.send(b"".join((prefix, *frames)), _NO_WAIT_NO_SIGNAL)
+            channel.send(b"".join((prefix, *frames)), _SEND_FLAGS)
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
-                self._on_too_large(channel, packet)
+                self._on_too_large(channel, request_id, packet)
             elif error.errno in _NO_SPACE:
                 dropped = channel.session.drop_answer(channel.pulled)
                 self._report(channel, AnswerDropped(dropped.channel, dropped.request))
 
-    def _on_too_large(self, channel: WorkerChannel, packet: bytes) -> None:
+    def _on_too_large(self, channel: WorkerChannel, request_id: str, packet: bytes) -> None:
         """The answer does not fit into a packet. The daemon runs the request again and sends the answer itself."""
         handed = channel.session.hand_over(channel.pulled, packet, "too large")
-        self._report(channel, RequestHandedOver(handed.channel, handed.request), packet)
+        if not self._report(channel, RequestHandedOver(handed.channel, handed.request), packet):
+            self._send(channel, request_id, encode(_error(request_id, _TOO_LARGE)), packet)
+
+    def _refuse_descriptors(self, channel: WorkerChannel, packet: bytes, ancillary: Any, now: float) -> None:
+        """Hand over a packet that came with descriptors, which no client may send, and release the channel.
+
+        Another thread closes the descriptors, because closing can block: a socket with SO_LINGER until its peer has
+        read all data, a file until its file system answers. Therefore they are received at all: a read without space
+        for them would close them in this thread.
+        """
+        session, pulled = channel.session, channel.pulled
+        _close_in_thread(descriptors_in(ancillary))
+        request_id, number = _heading(_split(packet))
+        refusal = session.on_request(pulled, number, len(packet), now)
+        self._hand_over(channel, request_id, number, packet, refusal)
+        self._on_released(session.release(pulled.serial, messages.OVERDRAWN))
 
     def _hand_over(self, channel: WorkerChannel, request_id: str, number: int, packet: bytes, reason: str) -> None:
         """Send a request that has not run to the daemon. Without a daemon that knows its client, it gets an error."""
         session, pulled = channel.session, channel.pulled
         session.hand_over(pulled, packet, reason)
         if not self._report(channel, RequestHandedOver(pulled.serial, number), packet) and request_id:
-            self._send(channel, encode(_error(request_id, _NO_DAEMON)), packet)
+            self._send(channel, request_id, encode(_error(request_id, _NO_DAEMON)), packet)
         self._on_released(session.on_handed_over(pulled))
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -338,15 +372,14 @@ class DirectChannels:
     def _on_released(self, released: List[Released]) -> None:
         for each in released:
             channel = self._by_serial.pop(each.channel)
-            descriptor = channel.socket.fileno()
+            descriptor = channel.socket.detach()
             del self._by_fd[descriptor]
             self._connection.unwatch(descriptor)
-            channel.socket.close()
-            if channel.session is self._session:
-                self._report_release(each)
-
-    def _report_release(self, released: Released) -> None:
-        self._connection.reply(_encode(ChannelReleased(released.channel, released.reason)))
+            if self._report(channel, ChannelReleased(each.channel, each.reason)):
+                # The daemon has a duplicate, so this close does not close the descriptors in unread packets.
+                os.close(descriptor)
+            else:
+                _close_in_thread([descriptor])
 
     def _report(self, channel: WorkerChannel, message: object, *frames: bytes) -> bool:
         """Send a message about a channel to the daemon. Return False if no daemon knows the channel."""
@@ -359,6 +392,34 @@ def _encode(message: object) -> List[bytes]:
 
 def _error(request_id: str, error: RequestError) -> Error:
     return Error(request_id, error.code, clip(str(error)))
+
+
+def _split(packet: bytes) -> List[bytes]:
+    """Return the frames of a request, or [] if its framing is invalid."""
+    try:
+        return split_request(packet)[1]
+    except RemoteProtocolError:
+        return []
+
+
+def _heading(frames: Sequence[bytes]) -> Tuple[str, int]:
+    """Return the id and the number of a request that was not decoded; "" and 0 without a valid id."""
+    request_id = heading(frames).id
+    return request_id, _number_of(request_id)
+
+
+def _close_in_thread(descriptors: Sequence[int]) -> None:
+    try:
+        threading.Thread(target=_close_all, args=(descriptors,), name="closing", daemon=True).start()
+    except RuntimeError as error:
+        _log.warning("descriptors of a client are not closed: %s", error)
+
+
+def _close_all(descriptors: Sequence[int]) -> None:
+    for each in descriptors:
+        # Linux frees the descriptor even if close(2) fails.
+        with contextlib.suppress(OSError):
+            os.close(each)
 
 
 def _number_of(request_id: str) -> int:
