@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd_common.channels.messages import (
+    ORDERED,
     AddChannel,
     Adopted,
     Ended,
@@ -105,6 +106,7 @@ class DirectChannel:
         generation: the serial of the generation.
         machine: the state.
         limits: the limits of requests and bytes that the client has been granted so far.
+        base_requests: the number of requests that workers had taken from the slot when the channel was granted.
         expires_at: the expiry in seconds of CLOCK_MONOTONIC.
         workers: the workers that hold a descriptor, or to which one has been sent.
         may_have_run: whether requests may have run of which no row and no message is left.
@@ -117,6 +119,7 @@ class DirectChannel:
     machine: ChannelMachine
     limits: tuple[int, int]
     expires_at: float
+    base_requests: int = 0
     workers: set[str] = field(default_factory=set[str])
     may_have_run: bool = False
 
@@ -141,6 +144,8 @@ class ChannelTable:
         self._free_slots = list(range(layout.channel_slots))
         self._tenant_slots: set[int] = set()
         self._workers: dict[str, tuple[int, RowReader]] = {}
+        # Workers that release their channels although these stay open.
+        self._leaving: set[str] = set()
         self._actions: list[Action] = []
         self.rows = Rows()
         self.channels: dict[int, DirectChannel] = {}
@@ -172,13 +177,13 @@ class ChannelTable:
             return None
         slot, serial = self._free_slots.pop(), next(self._serials)
         machine = ChannelMachine(CHANNEL_TRANSITIONS, ChannelState.OPEN, f"channel {serial}", {})
-        channel = DirectChannel(slot, client, tenant, generation, machine, limits, expires_at)
-        self.channels[serial] = channel
         counts = self.rows.counts(slot, now)
+        channel = DirectChannel(slot, client, tenant, generation, machine, limits, expires_at, counts.requests)
+        self.channels[serial] = channel
         page_limits = counts.requests + limits[0], counts.nbytes + limits[1]
         self._page.open_channel(slot, serial, generation, tenant, page_limits, expires_at)
         for worker, (of_generation, _) in self._workers.items():
-            if of_generation == generation:
+            if of_generation == generation and worker not in self._leaving:
                 self._send_channel(worker, serial, channel)
         self._notify(channel, Granted(serial, *limits, expires_at))
         return serial
@@ -260,6 +265,20 @@ class ChannelTable:
             if channel.generation == generation and channel.machine.state is ChannelState.OPEN:
                 self._send_channel(worker, serial, channel)
 
+    def release_worker(self, worker: str) -> None:
+        """Make a worker close all its channels. Other workers of its generation go on reading them."""
+        self._leaving.add(worker)
+        for serial, channel in self.channels.items():
+            if worker in channel.workers:
+                self._actions.append(Order(worker, ReleaseChannel(serial)))
+
+    def on_not_sent(self, worker: str, serial: int) -> None:
+        """A channel could not be sent to a worker, which has no connection."""
+        channel = self.channels[serial]
+        channel.workers.discard(worker)
+        if channel.machine.state is not ChannelState.OPEN:
+            self._check_released(serial, channel)
+
     def on_unheld(self, worker: str, serials: Iterable[int]) -> None:
         """A worker that has reconnected still answers channels of an earlier daemon."""
         for serial in serials:
@@ -277,7 +296,8 @@ class ChannelTable:
         if channel is None or worker not in channel.workers:
             return
         if isinstance(report, Released):
-            self.end(report.channel, ChannelEvent.STOP)
+            if worker not in self._leaving or report.reason != ORDERED:
+                self.end(report.channel, ChannelEvent.STOP)
             channel.workers.discard(worker)
             self._check_released(report.channel, channel)
         elif isinstance(report, HandedOver):
@@ -289,6 +309,7 @@ class ChannelTable:
     def on_worker_exit(self, worker: str, now: float) -> RowReader:
         """Decide what became of the request of a worker that has exited. Return its row, repaired for a successor."""
         _, row = self._workers.pop(worker)
+        self._leaving.discard(worker)
         held = {serial: channel for serial, channel in self.channels.items() if worker in channel.workers}
         self._judge_request(row, held, now)
         for serial, channel in held.items():

@@ -1,0 +1,121 @@
+"""The pages of one device, and its workers and tenants: the part of direct channels that belongs to a device."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from weightd_common import memfd
+from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, daemon_page, row_page
+from weightd_daemon.channels.page import DaemonPage
+from weightd_daemon.channels.rows import RowReader
+from weightd_daemon.channels.table import ChannelTable
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_protocol import limits
+from weightd_protocol.errors import ResourceExhausted
+from weightd_protocol.messages.channels import SetChannelRows
+
+
+@dataclass(eq=False)
+class ChannelWorker:
+    """A worker that can read direct channels.
+
+    Attributes:
+        process: the name of the process.
+        model: the name of its model.
+        generation: the serial of its generation.
+        row: the index of its row.
+        predict_timeout_s: seconds after which a predict counts as hung.
+        has_pages: whether the worker has received the descriptor of the pages.
+        is_leaving: whether the worker takes no new channels, because it will exit.
+    """
+
+    process: str
+    model: str
+    generation: int
+    row: int
+    predict_timeout_s: float
+    has_pages: bool = False
+    is_leaving: bool = False
+
+
+class Device:
+    """The pages of one device, in a memfd that the daemon and the workers map.
+
+    Args:
+        first_serial: the serial of the device's first channel.
+
+    Attributes:
+        table: the channels.
+        workers: the workers, by the name of the process.
+        memfd: the descriptor of the memory of the pages.
+    """
+
+    def __init__(self, first_serial: int) -> None:
+        self.memfd = memfd.create(DEVICE_BYTES, "weightd-channels")
+        self._memory = memoryview(mmap.mmap(self.memfd, DEVICE_BYTES))
+        self.table = ChannelTable(DEVICE_LAYOUT, DaemonPage(DEVICE_LAYOUT, daemon_page(self._memory)), first_serial)
+        self.workers: dict[str, ChannelWorker] = {}
+        # The row that each reader reads, and the rows that no worker writes. A row outlives its worker.
+        self._readers: list[RowReader] = []
+        self._free_rows: list[int] = []
+        self._tenants: dict[Tenant, int] = {}
+
+    def add_worker(self, worker: ChannelWorker, now: float) -> bool:
+        """Add a worker, and give it a row; return False if all rows are in use."""
+        if self._free_rows:
+            worker.row = self._free_rows.pop()
+        elif len(self._readers) < limits.MAX_CHANNEL_ROWS:
+            worker.row = len(self._readers)
+            self._readers.append(RowReader(DEVICE_LAYOUT, row_page(self._memory, worker.row), now))
+        else:
+            return False
+        self.workers[worker.process] = worker
+        self.table.add_worker(worker.process, worker.generation, self._readers[worker.row])
+        return True
+
+    def remove_worker(self, process: str, now: float) -> None:
+        """Remove a worker that has exited. Its row stays for the next one."""
+        worker = self.workers.pop(process)
+        self.table.on_worker_exit(process, now)
+        self._free_rows.append(worker.row)
+
+    def reader(self, worker: ChannelWorker) -> RowReader:
+        """Return the reader of a worker's row."""
+        return self._readers[worker.row]
+
+    def rows_order(self, worker: ChannelWorker) -> SetChannelRows:
+        """Return the order that tells a worker which rows are in use."""
+        peers = [each.row for each in self.workers.values() if each.generation == worker.generation]
+        return SetChannelRows(worker.generation, worker.row, len(self._readers), tuple(sorted(peers)))
+
+    def tenant_slot(self, tenant: Tenant, used: Collection[int], now: float) -> int:
+        """Return the slot of a tenant; a tenant without a slot gets a free one, or that of a tenant without channels.
+
+        Args:
+            tenant: the tenant.
+            used: the slots of all tenants that have channels.
+            now: the time.
+
+        Raises:
+            ResourceExhausted: too many tenants have channels of this device.
+        """
+        slot = self._tenants.get(tenant)
+        if slot is not None:
+            return slot
+        if len(self._tenants) < limits.MAX_CHANNEL_TENANTS:
+            slot = len(self._tenants)
+        else:
+            idle = next((each for each, slot in self._tenants.items() if slot not in used), None)
+            if idle is None:
+                raise ResourceExhausted(f"{limits.MAX_CHANNEL_TENANTS} tenants have direct channels of this device")
+            slot = self._tenants.pop(idle)
+        self._tenants[tenant] = slot
+        self.table.add_tenant(slot, tenant.config.weight, now)
+        return slot
+
+    def update_weights(self, now: float) -> None:
+        """Apply the weights of the tenants, which a reload may have changed."""
+        for tenant, slot in self._tenants.items():
+            self.table.set_weight(slot, tenant.config.weight, now)
