@@ -24,6 +24,7 @@ from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.api.version_sets import ProvenRecord
 from weightd_daemon.changed_files import ChangedFiles
+from weightd_daemon.channels.service import ChannelService
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
 from weightd_daemon.config_in_force import (
@@ -190,7 +191,13 @@ def build(options: Options, host: Host) -> Daemon:
         books.usage_table.add_resident_time,
         MemoryMeter(lambda name: snapshots.memory_subjects(name)).poll,
     )
-    scheduling = SharedScheduling(client_log=client_log, counters_of=books.counters.counters_of)
+    channels = ChannelService(
+        supervisor.messenger.send_descriptors,
+        lambda: router.channels,
+        lambda name, now: registry.on_used(name, now),
+    )
+    supervisor.messenger.on_direct_report = channels.on_report
+    scheduling = SharedScheduling(client_log=client_log, counters_of=books.counters.counters_of, direct=channels)
     factory = ModelFactory(
         devices,
         supervisor,
@@ -281,7 +288,9 @@ def build(options: Options, host: Host) -> Daemon:
         loop,
         lookup,
         memory_budget,
-        DaemonControl(status, reloader.request, supervisor.messenger.unmap, lifecycle, supervisor.mark_changed),
+        DaemonControl(
+            status, reloader.request, supervisor.messenger.unmap, lifecycle, supervisor.mark_changed, channels
+        ),
         max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
         user_limits=config.daemon.user_limits,
         authorizer=authorizer,
@@ -310,6 +319,7 @@ def build(options: Options, host: Host) -> Daemon:
     daemon = Daemon(options, parts)
     for timer in (
         heap_trimmer.timer,
+        channels.timer,
         *usage_reporter.timers,
         counter_store.timer,
         reloader.timer,

@@ -15,6 +15,7 @@ from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.api.status import StatusReporter
+from weightd_daemon.channels.service import ChannelService
 from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.registry import ConfigDiff
 from weightd_daemon.platform import audit, event_loop
@@ -64,6 +65,7 @@ class DaemonControl(NamedTuple):
         unmap: called with the numbers of closed shared memory regions; makes the workers unmap these regions.
         lifecycle: loads and unloads models.
         on_rollout: called after the shares of a model's versions have changed.
+        channels: the direct channels.
     """
 
     status: StatusReporter
@@ -71,6 +73,7 @@ class DaemonControl(NamedTuple):
     unmap: Callable[[Sequence[int]], object]
     lifecycle: ModelLifecycle
     on_rollout: Callable[[], object]
+    channels: ChannelService
 
 
 class AdminApi:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from weightd_daemon.scheduling.request import Request
@@ -45,6 +45,10 @@ class ClientResponses:
         memory_budget: the budget for memory that is held for clients.
         shed_requests: called with the key of a client and an error; ends all queued requests of the client with the
             error.
+
+    Attributes:
+        direct_clients: the keys of the clients that have direct channels.
+        on_direct_client: called with each request of such a client, before the client gets the answer.
     """
 
     def __init__(
@@ -53,11 +57,15 @@ class ClientResponses:
         self._connections = connections
         self._memory_budget = memory_budget
         self._shed_requests = shed_requests
+        self.direct_clients: Container[bytes] = ()
+        self.on_direct_client: Callable[[Request], object] = lambda request: None
 
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Send the model's answer to a request; only then update the usage counters, so that the client waits less."""
+        if request.client in self.direct_clients:
+            self.on_direct_client(request)
         may_still_write = True if request.pending_writes else None
         response = InferResponse(request.id, result.description, result.shared_outputs, may_still_write)
         self.reply(request.client, response, frames, request.buffered_bytes)

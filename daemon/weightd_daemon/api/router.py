@@ -24,6 +24,7 @@ from typing import Any
 
 from weightd_daemon.api.admin import AdminApi, DaemonControl
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
+from weightd_daemon.api.channels import ChannelApi
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
@@ -45,6 +46,7 @@ from weightd_protocol import limits, preview
 from weightd_protocol.codec import Decoder, heading, max_request_items
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RemoteProtocolError, RequestError, Unavailable
 from weightd_protocol.framing import Message
+from weightd_protocol.messages.channels import OpenChannel
 from weightd_protocol.messages.control import (
     Load,
     ModelMetadata,
@@ -90,6 +92,7 @@ class RequestRouter:
         regions: the shared memory regions of clients.
         responses: sends replies.
         admin: handles the messages of operators.
+        channels: opens direct channels.
     """
 
     def __init__(  # noqa: PLR0913
@@ -127,12 +130,22 @@ class RequestRouter:
         self._inference = InferenceApi(
             lookup, authorizer, self._usage_table, self.regions, self.responses, memory_budget
         )
+        self.channels = ChannelApi(
+            daemon.channels,
+            lookup,
+            authorizer,
+            self._usage_table,
+            self._connections,
+            self.responses,
+            self._on_message,
+        )
         self.admin = AdminApi(lookup, authorizer, daemon, self.responses)
         status = StatusApi(lookup, authorizer, daemon.status, self.responses)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._inference.max_description_items)
         self._handlers: dict[type[Any], MessageHandler] = {
             Infer: self._inference.on_infer,
             Cancel: self._inference.on_cancel,
+            OpenChannel: self.channels.on_open_channel,
             Register: self._inference.on_register,
             Unregister: self._inference.on_unregister,
             ModelMetadata: status.on_model_metadata,
@@ -169,6 +182,7 @@ class RequestRouter:
         """Assign all clients to their new tenants, and end queued requests that a client may not send any more."""
         previous_tenants = {each.key: each.tenant for each in self._connections}
         self._connections.reassign_tenants()
+        self.channels.on_tenants_changed(event_loop.now())
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
         for model in self._model_registry.all_models():
             model.dispatcher.shed(is_revoked, PermissionDenied(RIGHT_REVOKED), event_loop.now())
@@ -248,6 +262,7 @@ class RequestRouter:
 
     def _on_disconnected(self, connection: ClientConnection) -> None:
         self._authorizer.remove_connection(connection)
+        self.channels.on_disconnect(connection.key)
         if connection.has_sent_message:
             self._inference.on_disconnect(connection.key, event_loop.now())
         self.regions.remove_client(connection.key)

@@ -11,6 +11,7 @@ from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, daemon_pa
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
 from weightd_daemon.channels.table import ChannelTable
+from weightd_daemon.scheduling.direct import DirectWorker
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol import limits
 from weightd_protocol.errors import ResourceExhausted
@@ -22,22 +23,23 @@ class ChannelWorker:
     """A worker that can read direct channels.
 
     Attributes:
-        process: the name of the process.
-        model: the name of its model.
+        info: the worker.
         generation: the serial of its generation.
         row: the index of its row.
-        predict_timeout_s: seconds after which a predict counts as hung.
         has_pages: whether the worker has received the descriptor of the pages.
         is_leaving: whether the worker takes no new channels, because it will exit.
     """
 
-    process: str
-    model: str
+    info: DirectWorker
     generation: int
-    row: int
-    predict_timeout_s: float
+    row: int = 0
     has_pages: bool = False
     is_leaving: bool = False
+
+    @property
+    def process(self) -> str:
+        """The name of the process."""
+        return self.info.process
 
 
 class Device:

@@ -39,6 +39,10 @@ _MIN_WEIGHT = 0.001
 # Seconds that a row may be ahead of the daemon's clock: the expected cost of the running request is charged in advance.
 _SLACK_S = 1000.0
 
+# Seconds between the moment at which a caller reads the clock and the moment at which it reads a row. Meanwhile the
+# worker may start a request.
+_MAX_DELAY_S = 10.0
+
 
 class Counts(NamedTuple):
     """Counts of a row for one channel slot, since the row was created."""
@@ -119,10 +123,10 @@ class RowReader:
         if self._words[STAGE] != STAGE_RUNNING:
             return None
         since = self._reals[SINCE]
-        if not 0.0 <= since <= now:
+        if not 0.0 <= since <= now + _MAX_DELAY_S:
             self.is_plausible = False
             return None
-        return since
+        return min(since, now)
 
     def last_request(self, held: Container[int]) -> Current | None:
         """Return the request that an exited worker had; None if it had none, or if the row is implausible.

@@ -47,6 +47,7 @@ from weightd_daemon.channels.table import (
 )
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import Timer
+from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import Usage
@@ -91,24 +92,6 @@ class ChannelClients(Protocol):
 
     def on_packet(self, client: bytes, packet: bytes) -> None:
         """Handle a request that was sent on a channel, as if the client had sent it on its connection."""
-
-
-class DirectLoss(NamedTuple):
-    """A request that ran on a worker that exited or hung.
-
-    Attributes:
-        client: the key of the client's connection.
-        request_id: the id of the request.
-        origin: the client.
-        tenant: the tenant of the request.
-        ran_s: the seconds for which the request had run.
-    """
-
-    client: bytes
-    request_id: str
-    origin: ClientOrigin
-    tenant: Tenant
-    ran_s: float
 
 
 SendOrder = Callable[[str, ChildOrder, Sequence[int]], bool]
@@ -163,8 +146,6 @@ class ChannelService:
         send_order: sends an order to a worker.
         clients: returns the object that sends messages to clients.
         on_used: called with the name of a model and the time when clients have used the model over channels.
-        on_hung: called with the name of a process, its lost request and the reason; ends the process.
-        on_broken: called with the name of a process whose row is implausible; ends the process.
 
     Attributes:
         timer: fires while there are channels.
@@ -176,16 +157,12 @@ class ChannelService:
         send_order: SendOrder,
         clients: Callable[[], ChannelClients],
         on_used: Callable[[str, float], object],
-        on_hung: Callable[[str, DirectLoss, str, float], object],
-        on_broken: Callable[[str, str, float], object],
     ) -> None:
         self.timer = Timer(self._tick)
         self.by_client: dict[bytes, set[int]] = {}
         self._send_order = send_order
         self._clients = clients
         self._on_used = on_used
-        self._on_hung = on_hung
-        self._on_broken = on_broken
         self._devices: dict[str, Device] = {}
         self._device_of: dict[str, Device] = {}
         self._generations: dict[str, int] = {}
@@ -196,12 +173,12 @@ class ChannelService:
         # Serials start at the time in microseconds, so that they differ from those of earlier daemons.
         self._first_serial = time.time_ns() // 1000
         self._generation_serials = itertools.count(self._first_serial)
-        self._refused_models: dict[str, str] = {}
 
     # --- workers ------------------------------------------------------------------------------------------------
 
-    def add_worker(self, process: str, model: str, device: str, predict_timeout_s: float, now: float) -> None:
-        """Add a worker that is ready; `process` is the label of its generation, a dot and its own name."""
+    def add_worker(self, worker: DirectWorker, now: float) -> None:
+        """Add a worker that is ready."""
+        process, device = worker.process, worker.device
         label = process.rpartition(".")[0]
         generation = self._generations.get(label)
         if generation is None:
@@ -210,9 +187,7 @@ class ChannelService:
         if found is None:
             # Serials of different devices must differ, too: clients and workers know only the serial.
             found = self._devices[device] = Device(self._first_serial + (len(self._devices) << 52))
-        if process not in found.workers and found.add_worker(
-            ChannelWorker(process, model, generation, 0, predict_timeout_s), now
-        ):
+        if process not in found.workers and found.add_worker(ChannelWorker(worker, generation), time.monotonic()):
             self._device_of[process] = found
             self._announce_rows(found)
             self._execute()
@@ -236,8 +211,8 @@ class ChannelService:
         if device is None:
             return None
         worker = device.workers[process]
-        loss = self._running(device, worker, now)
-        device.remove_worker(process, now)
+        loss = self._running(device, worker)
+        device.remove_worker(process, time.monotonic())
         if not any(each.generation == worker.generation for each in device.workers.values()):
             self._generations.pop(process.rpartition(".")[0], None)
             device.table.end_generation(worker.generation, ChannelEvent.END_GENERATION)
@@ -264,27 +239,19 @@ class ChannelService:
         device = self._device_of.get(process)
         if device is None:
             return False
-        return device.reader(device.workers[process]).running_since(event_loop.now()) is not None
+        return device.reader(device.workers[process]).running_since(time.monotonic()) is not None
 
     def has_work(self, model: str) -> bool:
         """Return whether requests to a model are queued in a channel, or run."""
         if any(each.owner.model == model and _queued_bytes(each.duplicate) for each in self._channels.values()):
             return True
         return any(
-            worker.model == model and self.is_running(worker.process)
+            worker.info.model == model and self.is_running(worker.process)
             for device in self._devices.values()
             for worker in device.workers.values()
         )
 
     # --- clients ------------------------------------------------------------------------------------------------
-
-    def refuse_model(self, model: str, reason: str) -> None:
-        """End the channels of a model and open none, because the daemon must see each request; "" ends this."""
-        if not reason:
-            self._refused_models.pop(model, None)
-        elif model not in self._refused_models:
-            self._refused_models[model] = reason
-            self.end_model(model, ChannelEvent.RIGHTS_CHANGE)
 
     def open(self, owner: ChannelOwner, now: float) -> None:
         """Open a channel, and send its end to the client.
@@ -300,30 +267,31 @@ class ChannelService:
         if users[owner.origin.principal] >= MAX_USER_CHANNELS:
             raise ResourceExhausted(f"this user already has {MAX_USER_CHANNELS} direct channels")
         used = {each.tenant for each in device.table.channels.values()}
-        slot = device.tenant_slot(owner.tenant, used, now)
-        limits_now, expires_at = (_WINDOW_REQUESTS, _WINDOW_BYTES), time.monotonic() + _LIFETIME_S
+        real = time.monotonic()
+        slot = device.tenant_slot(owner.tenant, used, real)
+        limits_now, expires_at = (_WINDOW_REQUESTS, _WINDOW_BYTES), real + _LIFETIME_S
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise ResourceExhausted(f"no descriptor is left for a direct channel: {error.strerror}") from None
-        serial = device.table.grant("", slot, generation, limits_now, expires_at, now)
+        serial = device.table.grant("", slot, generation, limits_now, expires_at, real)
         if serial is None:
             ours.close()
             theirs.close()
             raise ResourceExhausted(f"all {limits.MAX_CHANNELS} direct channels of this device are in use")
-        counts = device.table.rows.counts(device.table.channels[serial].slot, now)
+        counts = device.table.rows.counts(device.table.channels[serial].slot, real)
         self._channels[serial] = _Channel(device, owner, ours, counts, now)
         self.by_client.setdefault(owner.client, set()).add(serial)
         self._client_ends[serial] = theirs
         self._execute()
         self.timer.set_no_later_than(now + _TICK_S)
 
-    def on_answered(self, client: bytes, model: str, digest: str) -> None:
+    def on_answered(self, client: bytes, usage: Usage, digest: str) -> None:
         """Let workers run the requests of a client with a description, of which a worker has answered a request."""
         for serial in self.by_client.get(client, ()):
             channel = self._channels[serial]
             if (
-                channel.owner.model == model
+                channel.owner.usage is usage
                 and digest not in channel.digests
                 and len(channel.digests) < limits.MAX_CHANNEL_DESCRIPTIONS
             ):
@@ -336,16 +304,21 @@ class ChannelService:
         for serial in tuple(self.by_client.get(client, ())):
             self._end(serial, ChannelEvent.CLIENT_GONE)
 
-    def end_model(self, model: str, event: ChannelEvent) -> None:
-        """End all channels of a model."""
+    def reclaim(self, model: str) -> None:
+        """End all channels of a model; the daemon dispatches the requests that are queued in them."""
         for serial, channel in tuple(self._channels.items()):
             if channel.owner.model == model:
-                self._end(serial, event)
+                self._end(serial, ChannelEvent.RIGHTS_CHANGE)
 
     def end_all(self, event: ChannelEvent) -> None:
         """End all channels."""
         for serial in tuple(self._channels):
             self._end(serial, event)
+
+    def update_weights(self, now: float) -> None:
+        """Apply the weights of the tenants, which a reload may have changed."""
+        for device in self._devices.values():
+            device.update_weights(time.monotonic())
 
     def close(self) -> None:
         """Close the daemon's descriptors. Clients and workers go on until the channels expire."""
@@ -356,14 +329,11 @@ class ChannelService:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _find_generation(self, model: str) -> tuple[Device, int]:
-        reason = self._refused_models.get(model)
-        if reason:
-            raise FailedPrecondition(f"{model} has no direct channels now: {reason}")
         serving = [
             (device, worker.generation)
             for device in self._devices.values()
             for worker in device.workers.values()
-            if worker.model == model and not worker.is_leaving
+            if worker.info.model == model and not worker.is_leaving
         ]
         if not serving:
             raise FailedPrecondition(f"{model} has no workers that read direct channels")
@@ -415,7 +385,8 @@ class ChannelService:
             case CloseDuplicate(serial):
                 self._forget(serial)
             case ReplaceWorker(process):
-                self._on_broken(process, "its row in the pages of direct channels is implausible", event_loop.now())
+                reason = "its row in the pages of direct channels is implausible"
+                device.workers[process].info.on_fault(process, None, reason, event_loop.now())
 
     def _add_channel(self, device: Device, process: str, slot: int, serial: int) -> None:
         worker, channel = device.workers[process], self._channels[serial]
@@ -470,9 +441,9 @@ class ChannelService:
         if not serials:
             del self.by_client[client]
 
-    def _running(self, device: Device, worker: ChannelWorker, now: float) -> DirectLoss | None:
+    def _running(self, device: Device, worker: ChannelWorker) -> DirectLoss | None:
         """Return the request that a worker runs; None if it runs none, or if its row is implausible."""
-        reader = device.reader(worker)
+        reader, now = device.reader(worker), time.monotonic()
         since, current = reader.running_since(now), reader.last_request(self._channels)
         if since is None or current is None:
             return None
@@ -486,7 +457,7 @@ class ChannelService:
         for device in self._devices.values():
             if not device.table.channels:
                 continue
-            device.table.inspect_rows(now)
+            device.table.inspect_rows(time.monotonic())
             for serial in tuple(device.table.channels):
                 self._update(device, serial, now)
             self._execute()
@@ -496,7 +467,8 @@ class ChannelService:
 
     def _update(self, device: Device, serial: int, now: float) -> None:
         entry, channel = device.table.channels[serial], self._channels[serial]
-        counts = device.table.rows.counts(entry.slot, now)
+        real = time.monotonic()
+        counts = device.table.rows.counts(entry.slot, real)
         if counts != channel.counted:
             self._count(channel, counts, now)
         if entry.machine.state is ChannelState.REVOKED and not _queued_bytes(channel.duplicate):
@@ -507,7 +479,6 @@ class ChannelService:
             device.table.end(serial, ChannelEvent.REVOKE)
             return
         left = entry.limits[0] - (counts.requests - entry.base_requests)
-        real = time.monotonic()
         if left < _WINDOW_REQUESTS // 2 or entry.expires_at - real < _EXTEND_BELOW_S:
             taken = min(_WINDOW_REQUESTS, max(0, _WINDOW_REQUESTS - left))
             device.table.refill(serial, taken, _WINDOW_BYTES if taken else 0, real + _LIFETIME_S, real)
@@ -523,13 +494,13 @@ class ChannelService:
 
     def _end_hung(self, device: Device, now: float) -> None:
         for worker in tuple(device.workers.values()):
-            loss = self._running(device, worker, now)
-            if loss is None or loss.ran_s < worker.predict_timeout_s:
+            loss = self._running(device, worker)
+            if loss is None or loss.ran_s < worker.info.predict_timeout_s:
                 continue
-            reason = f"a predict took longer than predict_timeout ({worker.predict_timeout_s:g} s)"
+            reason = f"a predict took longer than predict_timeout ({worker.info.predict_timeout_s:g} s)"
             error = DeadlineExceeded(f"request {loss.request_id}: {reason}")
             self._clients().reply_error(loss.client, loss.request_id, error)
-            self._on_hung(worker.process, loss, reason, now)
+            worker.info.on_fault(worker.process, loss, reason, now)
 
 
 def _queued_bytes(connection: socket.socket) -> int:

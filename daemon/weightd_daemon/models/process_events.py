@@ -32,6 +32,7 @@ from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.interfaces import ProcessManager
 from weightd_daemon.models.process_use import ProcessUse, rank_number
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
+from weightd_daemon.scheduling.direct import DirectLoss
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.ranks import JoinedGroup, PredictDone, SelfTestDone
 from weightd_protocol.messages.worker import (
@@ -223,6 +224,9 @@ class ProcessEvents:
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
+            direct_loss = dispatcher.direct.remove_worker(child, now)
+            if direct_loss is not None and exit_cause.may_be_own_fault:
+                dispatcher.on_direct_loss(direct_loss, now)
             dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile(now)
@@ -244,6 +248,7 @@ class ProcessEvents:
                 self._process_manager.kill(name, abort=abort)
             case AddSlot(name):
                 self._use.add_slot(name, generation, now)
+                self._add_direct_worker(name, generation, now)
             case RemoveSlot(name):
                 self._use.remove_slot(name, generation)
             case DeleteFiles():
@@ -285,6 +290,23 @@ class ProcessEvents:
             self._reconcile(now)
 
     # --- private ------------------------------------------------------------------------------------------------
+
+    def _add_direct_worker(self, process: str, generation: GenerationBase, now: float) -> None:
+        """Let a worker read direct channels, unless the daemon must check the weights before it sends an answer."""
+        dispatcher = self._use.only_dispatcher
+        if (
+            dispatcher is not None
+            and isinstance(generation, Generation)
+            and not generation.attach_control.required_holder
+            and generation.label not in self._storage.fingerprints
+        ):
+            dispatcher.add_direct_worker(process, self._on_direct_fault, now)
+
+    def _on_direct_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
+        """End a process in which a request of a direct channel hangs, or that has written nonsense about channels."""
+        if self._use.only_dispatcher is not None and loss is not None:
+            self._use.only_dispatcher.on_direct_loss(loss, now)
+        self.end_process(process, reason, now)
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:
         """Return whether a generation's weights and page store are intact, so that its results may go to clients."""

@@ -73,6 +73,12 @@ class ModelRegistry:
         self._id_sequences: dict[str, IdSequence] = {}
         self._past_deaths = 0
 
+    def on_used(self, name: str, now: float) -> None:
+        """Record that requests to a model have run that the daemon has not received."""
+        model = self.models.get(name)
+        if model is not None:
+            model.loading.last_used_at = now
+
     def close(self) -> None:
         """Accept no more requests."""
         self.is_closed = True

@@ -45,6 +45,7 @@ from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import FrameReader
+from weightd_protocol.messages.channels import AnswerDropped, ChannelReleased, RequestHandedOver
 from weightd_protocol.messages.ranks import PredictDone
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
@@ -75,6 +76,9 @@ _CHANNEL_ORDERS = frozenset((Fork, BeginBatch, Predict, CancelPredict))
 # Replies to requests.
 _OUTCOMES = frozenset((PredictResult, PredictDone, PredictFailed, PredictCancelled))
 
+# Messages about direct channels.
+_DIRECT_REPORTS = frozenset((ChannelReleased, RequestHandedOver, AnswerDropped))
+
 # Maximum number of reads from one channel in one turn of the event loop, so that other sockets are served, too.
 _MAX_READS = 8
 
@@ -98,6 +102,7 @@ class ChildMessenger:
         address: the address of the ZeroMQ socket, to which children connect.
         handlers: the event handler of each child, by name. A child has a handler as soon as its start is requested.
         channels: the channels of the children.
+        on_direct_report: called with the name of a child, a message about a direct channel, and its frames.
     """
 
     def __init__(  # noqa: PLR0913
@@ -113,6 +118,7 @@ class ChildMessenger:
     ) -> None:
         self.address = config.children_address
         self.handlers: dict[str, ProcessEventHandler] = {}
+        self.on_direct_report: Callable[[str, ChildMessage, Sequence[Any]], object] = lambda name, message, frames: None
         self._paths = config.children_socket, config.channel_socket
         self._process_table = process_table
         self._pending_forks = pending_forks
@@ -132,6 +138,7 @@ class ChildMessenger:
             self._on_channel_message,
             self._on_channel_error,
             on_message_burst=on_message_burst,
+            on_direct_report=lambda name, message, frames: self.on_direct_report(name, message, frames),
         )
         self._socket = bind_router(context, self.address)
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
@@ -169,6 +176,10 @@ class ChildMessenger:
         else:
             send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
             self._schedule_receive()
+
+    def send_descriptors(self, name: str, order: ChildOrder, descriptors: Sequence[int]) -> bool:
+        """Send an order with file descriptors over the channel of a child; return False if it has none."""
+        return self.channels.send_descriptors(name, order, descriptors)
 
     def unmap(self, numbers: Iterable[int]) -> None:
         """Unmap regions of clients' shared memory in all workers. Later requests must not name these regions."""
@@ -264,6 +275,7 @@ class WorkerChannels:
         on_protocol_error: called with the name of a child and the error after the child has violated the protocol. The
             channel of the child is closed before this call.
         on_message_burst: called before several messages from one child are handled in a row.
+        on_direct_report: called with the name of a child, a message about a direct channel, and its frames.
     """
 
     def __init__(  # noqa: PLR0913
@@ -276,8 +288,10 @@ class WorkerChannels:
         on_protocol_error: Callable[[str, RemoteProtocolError], object],
         *,
         on_message_burst: Callable[[], object],
+        on_direct_report: Callable[[str, ChildMessage, Sequence[Any]], object],
     ) -> None:
         self._loop = loop
+        self._on_direct_report = on_direct_report
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
         self._name_of = name_of
         self._handlers = handlers
@@ -328,6 +342,18 @@ class WorkerChannels:
                 return
         elif name not in self._channels:
             self._held_orders.setdefault(name, []).append((order, frames, regions))
+
+    def send_descriptors(self, name: str, order: ChildOrder, descriptors: Sequence[int]) -> bool:
+        """Send an order with file descriptors; return False if the child has no channel or no descriptor is left."""
+        channel = self._channels.get(name)
+        if channel is None:
+            return False
+        try:
+            if not channel.send(encode(order), descriptors):
+                self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
+        except OSError:
+            return False
+        return True
 
     def cork(self, name: str) -> None:
         """Delay small messages to a child until the end of this turn of the event loop, to send them together."""
@@ -414,6 +440,8 @@ class WorkerChannels:
                     handler = self._handlers.get(name)
                     if handler is not None and message.__class__ in _OUTCOMES:
                         handler.on_message(name, message, frames[_TENSOR_FRAMES], self._loop.now)
+                    elif message.__class__ in _DIRECT_REPORTS:
+                        self._on_direct_report(name, message, frames[1:])
                     else:
                         self._on_message(name, message)
                 if not channel.has_more or self._channels.get(name) is not channel:

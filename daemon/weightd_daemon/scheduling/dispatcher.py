@@ -12,6 +12,7 @@ hang slots in `fault_isolation`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,13 +21,14 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.scheduling.batch import Batch, BatchItem, OutputBufferLeases
-from weightd_daemon.scheduling.batching.policy import RecentNames
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING, RecentNames
+from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker, DirectWorkers, NoDirectWorkers, OnDirectFault
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
 from weightd_daemon.scheduling.lockstep import LockstepTracker
 from weightd_daemon.scheduling.measurements import ExecutionCounters, LatencyWindow
-from weightd_daemon.scheduling.request import Request
+from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.scheduling.results import BatchResults, Replies, ResponseSink
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
 from weightd_daemon.scheduling.signature import MetadataReplies, RowLimits, Signature
@@ -52,6 +54,7 @@ class SharedScheduling:
         client_log: the rate-limited log of client events.
         counters_of: called with the name of a model; returns the model's counters.
         users: for the models of a model group, the tenants that use the processes of the group; None for other models.
+        direct: the workers that read direct channels.
     """
 
     clocks: FairClocks = field(default_factory=FairClocks)
@@ -59,6 +62,7 @@ class SharedScheduling:
     client_log: ClientLog = field(default_factory=ClientLog)
     counters_of: Callable[[str], ModelCounters] = lambda _: ModelCounters()
     users: Users | None = None
+    direct: DirectWorkers = field(default_factory=NoDirectWorkers)
 
 
 class DispatcherStatus(NamedTuple):
@@ -101,6 +105,7 @@ class Dispatcher:
         results: handles the results from the processes.
         principal_names: the tenants and users whose requests have shared a batch.
         counters: the counters of the model, which outlive this dispatcher.
+        direct: the workers of all models that read direct channels.
     """
 
     def __init__(
@@ -113,6 +118,10 @@ class Dispatcher:
         shared: SharedScheduling | None = None,
     ) -> None:
         shared = shared or SharedScheduling()
+        self._name = name
+        self._may_use_direct = config.priority_levels == 1
+        self._predict_timeout_s = config.predict_timeout
+        self.direct = shared.direct
         self.counters = shared.counters_of(name)
         self._scheduler = Scheduler(
             config.max_queue,
@@ -128,7 +137,14 @@ class Dispatcher:
         self._queue = self._scheduler.queue
         self._replies = Replies(self._scheduler, response_sink, self.counters, schedule_by)
         self._isolator = FaultIsolator(
-            config, self._scheduler, self._replies.fail, schedule_by, shared.tenant_offenders, shared.client_log
+            config,
+            self._scheduler,
+            self._replies.fail,
+            schedule_by,
+            shared.tenant_offenders,
+            shared.client_log,
+            is_running_direct=shared.direct.is_running,
+            on_grounds=functools.partial(shared.direct.reclaim, name),
         )
         self._sender = BatchSender(send_order)
         self.principal_names = self._sender.principal_names
@@ -140,7 +156,9 @@ class Dispatcher:
             self._on_slot_free,
             self.dispatch,
         )
-        self.processes = SlotProcesses(self._scheduler, self._isolator, self.results, send_order, self.dispatch)
+        self.processes = SlotProcesses(
+            self._scheduler, self._isolator, self.results, send_order, self.dispatch, shared.direct.retire_worker
+        )
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
         # `_is_gathering`: whether dispatching is postponed so that more requests can join the batches. `_has_new`:
@@ -239,6 +257,28 @@ class Dispatcher:
         """Bring the deadlines of requests forward by the seconds for which the daemon was paused."""
         self._scheduler.on_suspended(seconds, now)
 
+    # --- direct channels ----------------------------------------------------------------------------------------
+
+    def add_direct_worker(self, process: str, on_fault: OnDirectFault, now: float) -> None:
+        """Let the worker of a slot read direct channels, unless its batches depend on more than one request."""
+        slot = self._scheduler.slots.slot_of(process)
+        if slot is not None and self._may_use_direct and slot.concurrency == 1 and slot.policy == NO_BATCHING:
+            worker = DirectWorker(process, self._name, slot.device, self._predict_timeout_s, on_fault)
+            self.direct.add_worker(worker, now)
+
+    def check_direct(self, origin: ClientOrigin, now: float) -> None:
+        """Check that requests of a client need not pass through the daemon.
+
+        Raises:
+            FailedPrecondition: they must, because requests to this model have crashed workers, or because none of the
+                tenant's requests has been answered yet.
+        """
+        self._isolator.check_direct(origin, now)
+
+    def on_direct_loss(self, loss: DirectLoss, now: float) -> None:
+        """Record that a request of a direct channel may have crashed its worker, or has made it hang."""
+        self._isolator.on_direct_loss(loss, now)
+
     # --- model --------------------------------------------------------------------------------------------------
 
     def reconfigure(self, config: ModelConfig) -> None:
@@ -308,7 +348,7 @@ class Dispatcher:
     @property
     def is_idle(self) -> bool:
         """Whether every accepted request has ended."""
-        return not self._replies.is_pending and self._scheduler.is_idle
+        return not self._replies.is_pending and self._scheduler.is_idle and not self.direct.has_work(self._name)
 
     @property
     def has_pending_failures(self) -> bool:

@@ -29,6 +29,7 @@ class SlotProcesses:
         results: handles the results from the processes.
         send_order: sends a ping.
         dispatch: called with the current time when a slot may take a batch.
+        retire_direct: called with a process that may not read direct channels any more.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class SlotProcesses:
         results: BatchResults,
         send_order: SendOrder,
         dispatch: Callable[[float], None],
+        retire_direct: Callable[[str], object] = lambda _: None,
     ) -> None:
+        self._retire_direct = retire_direct
         self._scheduler = scheduler
         self._slots = scheduler.slots
         self._isolator = isolator
@@ -116,9 +119,12 @@ class SlotProcesses:
     def set_policy(self, process: str, policy: BatchingPolicy) -> None:
         """Change the batching policy of the slot of a process."""
         self._slots.set_policy(process, policy)
+        if policy != NO_BATCHING:
+            self._retire_direct(process)
 
     def remove(self, process: str) -> None:
         """Stop assigning batches to the slot of a process, and stop watching all processes of the slot."""
+        self._retire_direct(process)
         self._slots.retire(process)
         for each in self.of_slot(process):
             self._watchdog.remove(each)

@@ -244,6 +244,18 @@ class ClientConnections:
         self._send_later(connection)
         return True
 
+    def send_descriptor(self, key: bytes, frames: Sequence[Any], descriptor: int) -> bool:
+        """Send a message with a descriptor; return False if the client is not connected or does not read."""
+        connection = self.by_key.get(key)
+        if connection is None or connection.is_closing or connection.unread_bytes:
+            return False
+        try:
+            if not connection.stream.send(frames, (descriptor,)):
+                self._send_later(connection)
+        except OSError:
+            return False
+        return True
+
     def cork(self) -> None:
         """Hold small messages back until the end of this turn of the loop, to send a client's messages in one call."""
         if self._corked is None:

@@ -13,6 +13,7 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batch import Batch, record_death
+from weightd_daemon.scheduling.direct import DirectLoss
 from weightd_daemon.scheduling.fault_isolation.content_guard import ContentGuard, FailRequest
 from weightd_daemon.scheduling.fault_isolation.offenders import ClientOffenses, OffenderTable
 from weightd_daemon.scheduling.fault_isolation.rank_groups import MAX_LOST_GROUPS, GroupLoss, RankGroupFailures
@@ -20,7 +21,14 @@ from weightd_daemon.scheduling.fault_isolation.watchdog import Watchdog
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
 from weightd_daemon.scheduling.scheduler import Scheduler
 from weightd_daemon.scheduling.slots import Slot
-from weightd_protocol.errors import DeadlineExceeded, Internal, RequestError, ResourceExhausted, Unavailable
+from weightd_protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    RequestError,
+    ResourceExhausted,
+    Unavailable,
+)
 from weightd_protocol.messages.worker import Ping
 
 _log = logging.getLogger("weightd")
@@ -31,6 +39,9 @@ MAX_DEATHS = 2
 # A request ends in an error once this number of slots were lost while they ran the request. All losses count, whatever
 # the reason, including a lack of memory.
 MAX_LOST_SLOTS = 5
+
+# Maximum number of lost requests of direct channels that are remembered. The oldest is dropped first.
+_MAX_DIRECT_LOSSES = 256
 
 # Timeout of a self-test as a multiple of `predict_timeout`: a process may have to finish two predicts before the
 # self-test.
@@ -47,6 +58,8 @@ class FaultIsolator:
         schedule_by: called with the time when `continue_fingerprint` or `due_pings` has something to do.
         tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
         client_log: the rate-limited log of client events; one object for all models.
+        is_running_direct: returns whether a process runs a request of a direct channel.
+        on_grounds: called when requests must pass through the daemon from now on, because one has crashed a slot.
 
     Attributes:
         watchdog: watches the processes.
@@ -63,6 +76,9 @@ class FaultIsolator:
         schedule_by: Callable[[float], object] = lambda _: None,
         tenant_offenders: OffenderTable | None = None,
         client_log: ClientLog | None = None,
+        *,
+        is_running_direct: Callable[[str], bool] = lambda _: False,
+        on_grounds: Callable[[], object] = lambda: None,
     ) -> None:
         self._client_log = client_log or ClientLog()
         self._contents = ContentGuard(scheduler, fail_request, schedule_by, self._client_log)
@@ -82,6 +98,11 @@ class FaultIsolator:
         # The names of tenants with an answered request at this model. The requests of all other tenants are confined,
         # so that the first requests of a tenant cannot crash several slots at once.
         self._trusted_tenants: set[str] = set()
+        self._is_running_direct = is_running_direct
+        self._on_grounds = on_grounds
+        # Requests of direct channels that were lost with their workers: client and id, and when they were lost. The
+        # client sends them again, to the daemon.
+        self._direct_losses: dict[tuple[bytes, str], float] = {}
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -96,6 +117,9 @@ class FaultIsolator:
         is_untrusted = request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
         if not (has_offenders or is_untrusted or self._quarantined or (self.suspected and request.is_mutable)):
             return False
+        if self._direct_losses.pop((request.client, request.id), None) is not None:
+            request.deaths += 1
+            isolate(request, Isolation.ALONE)
         self._offenses.check_not_refused(request.origin, now)
         if is_untrusted or self._offenses.is_confined(request.origin, now):
             isolate(request, Isolation.CONFINED)
@@ -117,6 +141,30 @@ class FaultIsolator:
     def fail_pending(self) -> None:
         """Drop all pending actions, and end the requests that would have ended after them."""
         self._contents.fail_pending()
+
+    def check_direct(self, origin: ClientOrigin, now: float) -> None:
+        """Check that requests of a client need not pass through the daemon.
+
+        Raises:
+            FailedPrecondition: they must.
+        """
+        if self.confined_clients(now) or self.quarantined_count(now) or any(self.grounds):
+            raise FailedPrecondition(
+                "requests to this model have crashed or hung workers, so the daemon checks each one"
+            )
+        if origin.is_tenant and origin.principal not in self._trusted_tenants:
+            raise FailedPrecondition("no request of this tenant to this model has been answered yet")
+
+    def on_direct_loss(self, loss: DirectLoss, now: float) -> None:
+        """Record that a request of a direct channel may have crashed its worker, or has made it hang."""
+        self._direct_losses[loss.client, loss.request_id] = now
+        if len(self._direct_losses) > _MAX_DIRECT_LOSSES:
+            del self._direct_losses[next(iter(self._direct_losses))]
+        self._offenses.record_death(loss.origin, loss.ran_s, now)
+        if loss.origin.is_tenant:
+            self._scheduler.tenancy.record_tenant_loss(loss.tenant, now)
+        self._on_grounds()
+        self._restrict_client(loss.origin, now)
 
     @property
     def has_work(self) -> bool:
@@ -217,12 +265,15 @@ class FaultIsolator:
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
         """Yield pairs of a process and the ping to send; None instead of a ping if the last one was not answered."""
-        due = self.watchdog.take_due(now, self._slots.is_busy)
+        due = self.watchdog.take_due(now, self._is_busy)
         yield from ((process, Ping(run_selftest=False)) for process in due.pings)
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
         yield from ((process, None) for process in due.unresponsive)
 
     # --- private ------------------------------------------------------------------------------------------------
+
+    def _is_busy(self, process: str) -> bool:
+        return self._slots.is_busy(process) or self._is_running_direct(process)
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
         """Handle the loss of a rank group, and of the batch that the group may have been running."""
@@ -273,6 +324,8 @@ class FaultIsolator:
         if len(origins) == 1:
             [origin] = origins
             self._offenses.record_death(origin, ran_s, now)
+        if origins:
+            self._on_grounds()
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
         """Record a slot's coming loss for the tenant that sent the requests, unless several tenants sent them."""
