@@ -182,6 +182,7 @@ def build(options: Options, host: Host) -> Daemon:
         host.shim,
         on_change=lambda: daemon.on_change(),
         on_message_burst=lambda: router.cork(),
+        on_direct_report=lambda name, message, frames: channels.on_report(name, message, frames),
     )
     load_monitor = LoadMonitor(supervisor.snapshots.copy_progress)
     lifecycle = ModelLifecycle(
@@ -196,18 +197,18 @@ def build(options: Options, host: Host) -> Daemon:
         lambda: router.channels,
         lambda name, now: registry.on_used(name, now),
     )
-    supervisor.messenger.on_direct_report = channels.on_report
     scheduling = SharedScheduling(client_log=client_log, counters_of=books.counters.counters_of, direct=channels)
-    factory = ModelFactory(
-        devices,
-        supervisor,
-        lambda: ClientNotifier(router.responses, router.admin),
-        loop.add_timer,
-        scheduling,
-        LoadLimiter(),
-        lifecycle,
+    registry = ModelRegistry(
+        ModelFactory(
+            devices,
+            supervisor,
+            lambda: ClientNotifier(router.responses, router.admin),
+            loop.add_timer,
+            scheduling,
+            LoadLimiter(),
+            lifecycle,
+        ).make
     )
-    registry = ModelRegistry(factory.make)
     lookup = ModelLookup(registry)
     authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
     max_memory_bytes = config.daemon.max_memory_bytes or host_memory_bytes() // _MEMORY_DIVISOR

@@ -282,6 +282,9 @@ class Daemon:
             _log.info("stopping; finishing accepted requests for at most %g s", drain_timeout_s)
             self._shutdown.handle(ShutdownEvent.STOP)
             self._registry.close()
+            if self._service is None:
+                # Under a service manager, workers go on reading the channels while the daemon restarts.
+                self._router.channels.stop()
             self.schedule_reconcile()
             self._shutdown.timer.set(now + drain_timeout_s)
             timeout_us = int(1e6 * (drain_timeout_s + _STOP_MARGIN_S))

@@ -19,6 +19,7 @@ from testkit.fakeengine import FakeEngine
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
+from weightd_protocol.messages.regions import UnmapRegion
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     BeginBatch,
@@ -32,7 +33,6 @@ from weightd_protocol.messages.worker import (
     PredictResult,
     Reconnected,
     Stop,
-    UnmapRegion,
 )
 from weightd_protocol.tensors import frame_of, spec_of
 from weightd_worker import batch_guard, exit_codes

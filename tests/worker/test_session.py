@@ -22,13 +22,11 @@ from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
-from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions, MapRegion, UnmapRegion
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
-    AllowAttach,
     AnnounceSelfTest,
     Attach,
-    AttachAllowed,
     Attached,
     BatchMismatch,
     BeginBatch,
@@ -38,7 +36,6 @@ from weightd_protocol.messages.worker import (
     Fork,
     Forked,
     Hello,
-    MapRegion,
     Ping,
     Pong,
     Predict,
@@ -49,9 +46,8 @@ from weightd_protocol.messages.worker import (
     Reconnected,
     Stop,
     TrimStore,
-    UnmapRegion,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, DeviceMemory, RowSupport
 from weightd_protocol.tensors import describe_response, frame_of, spec_of, to_wire
 from weightd_protocol.version import VERSION
 from weightd_worker import batch_guard, exit_codes, nativelog

@@ -10,7 +10,8 @@ from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.channels.packets import message_of
-from weightd_daemon.channels.service import ChannelOwner, ChannelService
+from weightd_daemon.channels.service import ChannelService
+from weightd_daemon.channels.sockets import ChannelOwner
 from weightd_daemon.channels.states import ChannelEvent
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.scheduling.request import Request
@@ -77,7 +78,7 @@ class ChannelApi:
         if self._registry.is_closed:
             raise Unavailable("weightd is stopping")
         _check_quotas(tenant.config)
-        model.dispatcher.check_direct(origin, now)
+        model.dispatcher.isolator.check_direct(origin, now)
         usage = self._usage_table.usage_of(tenant.name, model.name)
         self._service.open(ChannelOwner(connection.key, message.id, model.name, origin, tenant, usage), now)
 
@@ -111,6 +112,10 @@ class ChannelApi:
         """End all channels, because the rights of their clients may have changed."""
         self._service.update_weights(now)
         self._service.end_all(ChannelEvent.RIGHTS_CHANGE)
+
+    def stop(self) -> None:
+        """End all channels; workers answer the requests that are queued in them."""
+        self._service.end_all(ChannelEvent.REVOKE)
 
     def _on_answered(self, request: Request) -> None:
         """Let workers run further requests of a client with the description of a request that was answered."""

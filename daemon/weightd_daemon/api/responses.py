@@ -11,7 +11,8 @@ from weightd_daemon.transport.connections import ClientConnections
 from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, encode
-from weightd_protocol.errors import Internal, LocalProtocolError, RequestError, ResourceExhausted
+from weightd_protocol.errors import Internal, InvalidArgument, LocalProtocolError, RequestError, ResourceExhausted
+from weightd_protocol.framing import Message
 from weightd_protocol.messages.control import ReloadResponse, ServerMetadataResponse
 from weightd_protocol.messages.events import LogsResponse
 from weightd_protocol.messages.inference import Error, InferResponse
@@ -165,3 +166,14 @@ class ClientResponses:
 def memory_full() -> ResourceExhausted:
     """Return the error for a message that does not fit into the memory budget."""
     return ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)
+
+
+def too_long_error(received: Message, max_bytes: int) -> RequestError:
+    """Return the error for a message that was not received completely, because it is too long."""
+    for name, length in zip(("envelope", "description"), received.lengths, strict=False):
+        if length > limits.MAX_HEADER_BYTES:
+            return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")
+    nbytes = sum(received.lengths)
+    if nbytes > max_bytes:
+        return InvalidArgument(f"frames: expected at most {max_bytes} bytes in all (max_memory_bytes), got {nbytes}")
+    return memory_full()

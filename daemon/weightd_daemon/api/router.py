@@ -27,7 +27,7 @@ from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
 from weightd_daemon.api.channels import ChannelApi
 from weightd_daemon.api.model_lookup import ModelLookup
 from weightd_daemon.api.region_registry import RegionRegistry
-from weightd_daemon.api.responses import ClientResponses, memory_full
+from weightd_daemon.api.responses import ClientResponses, too_long_error
 from weightd_daemon.api.status import StatusApi
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import INFER, TenantConfig
@@ -217,7 +217,7 @@ class RequestRouter:
             return
         try:
             if len(frames) < len(lengths):
-                too_long = _too_long_error(received, self._memory_budget.max_bytes)
+                too_long = too_long_error(received, self._memory_budget.max_bytes)
                 self.responses.reply_error(connection.key, heading(frames).id, too_long)
                 return
             message = self._decoder.decode(frames, tenant)
@@ -446,14 +446,3 @@ def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConf
         text = f"parameters.priority: priority_max of this tenant is {tenant.priority_max}, got {priority}"
         raise QuotaExceeded("priority_max", text)
     return priority - 1
-
-
-def _too_long_error(received: Message, max_bytes: int) -> RequestError:
-    """Return the error for a message that was not received completely, because it is too long."""
-    for name, length in zip(("envelope", "description"), received.lengths, strict=False):
-        if length > limits.MAX_HEADER_BYTES:
-            return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")
-    nbytes = sum(received.lengths)
-    if nbytes > max_bytes:
-        return InvalidArgument(f"frames: expected at most {max_bytes} bytes in all (max_memory_bytes), got {nbytes}")
-    return memory_full()

@@ -236,10 +236,6 @@ class ChannelTable:
             if channel.generation == generation:
                 self.end(serial, event)
 
-    def is_ended(self, generation: int) -> bool:
-        """Return whether no channel of a generation is left, so that no worker of it answers a client directly."""
-        return not any(channel.generation == generation for channel in self.channels.values())
-
     # --- queue ------------------------------------------------------------------------------------------------------
 
     def on_queued(self, serial: int, request: int, payload: bytes) -> None:

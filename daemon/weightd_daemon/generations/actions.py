@@ -6,7 +6,8 @@ import enum
 from dataclasses import dataclass
 
 from weightd_protocol.messages.ranks import JoinGroup, RunSelfTest
-from weightd_protocol.messages.worker import AllowAttach, Attach, Build, ContinueSelfTest, Stop, TrimStore
+from weightd_protocol.messages.worker import Attach, Build, ContinueSelfTest, Stop, TrimStore
+from weightd_protocol.messages.worker_common import AllowAttach
 
 
 class Role(enum.Enum):

@@ -16,7 +16,8 @@ from weightd_daemon.generations.states import (
     ChildState,
     Machine,
 )
-from weightd_protocol.messages.worker import AllowAttach, Attach, AttachAllowed, TrimStore
+from weightd_protocol.messages.worker import Attach, TrimStore
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed
 
 # Seconds that the daemon waits for a holder's reply to `AllowAttach`. After that, no further worker can attach.
 ALLOW_TIMEOUT_S = 10.0

@@ -37,7 +37,6 @@ from weightd_protocol.codec import clip, type_name
 from weightd_protocol.messages.worker import (
     AnnounceSelfTest,
     Attach,
-    AttachAllowed,
     Attached,
     Built,
     ChildMessage,
@@ -46,6 +45,7 @@ from weightd_protocol.messages.worker import (
     ProcessFailed,
     Reconnected,
 )
+from weightd_protocol.messages.worker_common import AttachAllowed
 
 # Seconds that a hung child has to log its stacks before the daemon kills it.
 ABORT_TIMEOUT_S = 2.0

@@ -437,7 +437,8 @@ class ModelLifecycle:
 
 def _is_wanted(model: ServedModel) -> bool:
     """Return whether the model has requests that have not ended, or clients that wait for its metadata."""
-    return not model.dispatcher.is_idle or model.dispatcher.metadata.has_waiting
+    dispatcher = model.dispatcher
+    return not dispatcher.is_idle or dispatcher.metadata.has_waiting or dispatcher.direct.has_work
 
 
 def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:

@@ -226,7 +226,7 @@ class ProcessEvents:
         for dispatcher in self._use.dispatchers:
             direct_loss = dispatcher.direct.remove_worker(child, now)
             if direct_loss is not None and exit_cause.may_be_own_fault:
-                dispatcher.on_direct_loss(direct_loss, now)
+                dispatcher.isolator.on_direct_loss(direct_loss, now)
             dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile(now)
@@ -300,12 +300,14 @@ class ProcessEvents:
             and not generation.attach_control.required_holder
             and generation.label not in self._storage.fingerprints
         ):
-            dispatcher.add_direct_worker(process, self._on_direct_fault, now)
+            for slot in dispatcher.processes.accepting:
+                if slot.name == process:
+                    dispatcher.direct.add_worker(slot, self._on_direct_fault, now)
 
     def _on_direct_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
         """End a process in which a request of a direct channel hangs, or that has written nonsense about channels."""
         if self._use.only_dispatcher is not None and loss is not None:
-            self._use.only_dispatcher.on_direct_loss(loss, now)
+            self._use.only_dispatcher.isolator.on_direct_loss(loss, now)
         self.end_process(process, reason, now)
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:

@@ -34,6 +34,7 @@ from weightd_daemon.processes.messenger import ChildMessenger
 from weightd_daemon.processes.process_table import ProcessTable
 from weightd_daemon.processes.snapshots import SnapshotService
 from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess, WorkerProgram
+from weightd_daemon.processes.worker_channels import OnDirectReport
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Forked
 
@@ -56,6 +57,7 @@ class ProcessSupervisor:
         launcher: starts holders, workers and fork servers. One-shot helpers are always children of the daemon itself.
         on_change: called when the content of the state file for the next daemon has changed.
         on_message_burst: called before several messages from one child are handled in a row.
+        on_direct_report: called with the name of a child, a message about a direct channel, and its frames.
 
     Attributes:
         storage: the files of the generations.
@@ -74,6 +76,7 @@ class ProcessSupervisor:
         *,
         on_change: Callable[[], object] = lambda: None,
         on_message_burst: Callable[[], object] = lambda: None,
+        on_direct_report: OnDirectReport = lambda name, message, frames: None,
     ) -> None:
         self._directory = config.private_dir
         self._loop = loop
@@ -96,6 +99,7 @@ class ProcessSupervisor:
             self._pending_forks,
             self._on_forked,
             on_message_burst=on_message_burst,
+            on_direct_report=on_direct_report,
         )
         self.fork_servers = ForkServers(
             self._directory, self.messenger.address, self._start_fork_server, self._process_table.kill

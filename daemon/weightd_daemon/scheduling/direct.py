@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.scheduling.batching.policy import NO_BATCHING
 from weightd_daemon.scheduling.request import ClientOrigin
+from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.tenants.tenant import Tenant
+
+# Maximum number of lost requests that are remembered for a model. The oldest is dropped first.
+_MAX_LOSSES = 256
 
 
 class DirectLoss(NamedTuple):
@@ -98,3 +104,58 @@ class NoDirectWorkers:
 
     def reclaim(self, model: str) -> None:
         """Do nothing."""
+
+
+class ModelDirect:
+    """The direct channels of one model, as its dispatcher and the events of its processes see them.
+
+    Args:
+        model: the name of the model.
+        workers: the workers of all models that read direct channels.
+        config: the configuration of the model.
+
+    Attributes:
+        losses: the requests that were lost with their workers and may have crashed them, by client and id, the oldest
+            first. The clients send them again, to the daemon.
+    """
+
+    def __init__(self, model: str, workers: DirectWorkers, config: ModelConfig) -> None:
+        self.losses: dict[tuple[bytes, str], DirectLoss] = {}
+        self._model = model
+        self._workers = workers
+        self._config = config
+
+    def add_worker(self, slot: Slot, on_fault: OnDirectFault, now: float) -> None:
+        """Let a worker read direct channels, unless its batches depend on more than one request."""
+        is_alone = slot.lockstep is None and slot.concurrency == 1 and slot.policy == NO_BATCHING
+        if is_alone and self._config.priority_levels == 1:
+            self._workers.add_worker(
+                DirectWorker(slot.name, self._model, slot.device, self._config.predict_timeout, on_fault), now
+            )
+
+    def retire_worker(self, process: str) -> None:
+        """Take all channels from a worker that takes no new requests."""
+        self._workers.retire_worker(process)
+
+    def remove_worker(self, process: str, now: float) -> DirectLoss | None:
+        """Remove a worker that has exited; return the request that it was running, if any."""
+        return self._workers.remove_worker(process, now)
+
+    def is_running(self, process: str) -> bool:
+        """Return whether a worker runs a request of a channel."""
+        return self._workers.is_running(process)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests to the model are queued in a channel, or run."""
+        return self._workers.has_work(self._model)
+
+    def reclaim(self) -> None:
+        """End all channels of the model; the daemon dispatches the requests that are queued in them."""
+        self._workers.reclaim(self._model)
+
+    def add_loss(self, loss: DirectLoss) -> None:
+        """Remember a lost request that may have crashed its worker."""
+        self.losses[loss.client, loss.request_id] = loss
+        if len(self.losses) > _MAX_LOSSES:
+            del self.losses[next(iter(self.losses))]

@@ -12,23 +12,22 @@ hang slots in `fault_isolation`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.scheduling.batch import Batch, BatchItem, OutputBufferLeases
-from weightd_daemon.scheduling.batching.policy import NO_BATCHING, RecentNames
-from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker, DirectWorkers, NoDirectWorkers, OnDirectFault
+from weightd_daemon.scheduling.batching.policy import RecentNames
+from weightd_daemon.scheduling.direct import DirectWorkers, ModelDirect, NoDirectWorkers
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.fault_isolation.offenders import OffenderTable
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.measurements import ExecutionCounters, LatencyWindow
-from weightd_daemon.scheduling.request import ClientOrigin, Request
+from weightd_daemon.scheduling.measurements import DispatcherStatus
+from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.results import BatchResults, Replies, ResponseSink
 from weightd_daemon.scheduling.scheduler import AT_ONCE, Scheduler
 from weightd_daemon.scheduling.signature import MetadataReplies, RowLimits, Signature
@@ -65,28 +64,6 @@ class SharedScheduling:
     direct: DirectWorkers = field(default_factory=NoDirectWorkers)
 
 
-class DispatcherStatus(NamedTuple):
-    """The state of a dispatcher.
-
-    Attributes:
-        queued: the number of queued requests.
-        running: the number of unfinished requests at slots.
-        failed: the number of accepted requests that ended in an error.
-        latencies: the latencies of the answers.
-        quarantined: the number of contents in quarantine.
-        confined_clients: clients whose requests run one at a time.
-        execution_counters: counters of the batches that have run.
-    """
-
-    queued: int
-    running: int
-    failed: int
-    latencies: LatencyWindow
-    quarantined: int
-    confined_clients: Sequence[str]
-    execution_counters: ExecutionCounters
-
-
 class Dispatcher:
     """Accepts the inference requests for one model, dispatches them to slots and sends the replies.
 
@@ -105,7 +82,8 @@ class Dispatcher:
         results: handles the results from the processes.
         principal_names: the tenants and users whose requests have shared a batch.
         counters: the counters of the model, which outlive this dispatcher.
-        direct: the workers of all models that read direct channels.
+        direct: the direct channels of the model.
+        isolator: keeps requests from crashing slot after slot.
     """
 
     def __init__(
@@ -118,10 +96,7 @@ class Dispatcher:
         shared: SharedScheduling | None = None,
     ) -> None:
         shared = shared or SharedScheduling()
-        self._name = name
-        self._may_use_direct = config.priority_levels == 1
-        self._predict_timeout_s = config.predict_timeout
-        self.direct = shared.direct
+        self.direct = ModelDirect(name, shared.direct, config)
         self.counters = shared.counters_of(name)
         self._scheduler = Scheduler(
             config.max_queue,
@@ -134,30 +109,28 @@ class Dispatcher:
             users=shared.users,
             counters=self.counters,
         )
-        self._queue = self._scheduler.queue
         self._replies = Replies(self._scheduler, response_sink, self.counters, schedule_by)
-        self._isolator = FaultIsolator(
+        self.isolator = FaultIsolator(
             config,
             self._scheduler,
             self._replies.fail,
             schedule_by,
             shared.tenant_offenders,
             shared.client_log,
-            is_running_direct=shared.direct.is_running,
-            on_grounds=functools.partial(shared.direct.reclaim, name),
+            direct=self.direct,
         )
         self._sender = BatchSender(send_order)
         self.principal_names = self._sender.principal_names
         self.results = BatchResults(
             self._scheduler,
-            self._isolator,
+            self.isolator,
             self._replies,
             self._sender.output_leases,
             self._on_slot_free,
             self.dispatch,
         )
         self.processes = SlotProcesses(
-            self._scheduler, self._isolator, self.results, send_order, self.dispatch, shared.direct.retire_worker
+            self._scheduler, self.isolator, self.results, send_order, self.dispatch, self.direct.retire_worker
         )
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
@@ -185,7 +158,7 @@ class Dispatcher:
         tenancy, clocks = scheduler.tenancy, scheduler.clocks
         if tenant is not tenancy.last_tenant or tenant is not clocks.last_tenant or now < clocks.multi_tenant_until:
             scheduler.on_request(request, now)
-        isolator = self._isolator
+        isolator = self.isolator
         needs_check = (request.origin.is_tenant or any(isolator.grounds)) and isolator.check_request(request, now)
         if not needs_check and scheduler.slots.merging:
             self._gather(request, now)
@@ -195,7 +168,7 @@ class Dispatcher:
             self._replies.fail_all(scheduler.submit(request, now, needs_check=needs_check))
         else:
             self._sender.start(started[0], started[1])
-        if self._queue.splitting.count or self._queue.is_multi_tenant:
+        if self._scheduler.queue.splitting.count or self._scheduler.queue.is_multi_tenant:
             self.dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
@@ -251,33 +224,11 @@ class Dispatcher:
         self._replies.fail_some()
         for request, error in self._scheduler.expire(now):
             self._replies.fail(request, explain_error(error))
-        self._isolator.continue_fingerprint(now)
+        self.isolator.contents.continue_fingerprint(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
         """Bring the deadlines of requests forward by the seconds for which the daemon was paused."""
         self._scheduler.on_suspended(seconds, now)
-
-    # --- direct channels ----------------------------------------------------------------------------------------
-
-    def add_direct_worker(self, process: str, on_fault: OnDirectFault, now: float) -> None:
-        """Let the worker of a slot read direct channels, unless its batches depend on more than one request."""
-        slot = self._scheduler.slots.slot_of(process)
-        if slot is not None and self._may_use_direct and slot.concurrency == 1 and slot.policy == NO_BATCHING:
-            worker = DirectWorker(process, self._name, slot.device, self._predict_timeout_s, on_fault)
-            self.direct.add_worker(worker, now)
-
-    def check_direct(self, origin: ClientOrigin, now: float) -> None:
-        """Check that requests of a client need not pass through the daemon.
-
-        Raises:
-            FailedPrecondition: they must, because requests to this model have crashed workers, or because none of the
-                tenant's requests has been answered yet.
-        """
-        self._isolator.check_direct(origin, now)
-
-    def on_direct_loss(self, loss: DirectLoss, now: float) -> None:
-        """Record that a request of a direct channel may have crashed its worker, or has made it hang."""
-        self._isolator.on_direct_loss(loss, now)
 
     # --- model --------------------------------------------------------------------------------------------------
 
@@ -292,14 +243,14 @@ class Dispatcher:
     def on_built(self, built: Built) -> None:
         """Record the signature of the model, and reject the queued requests that do not match it."""
         self.signature.on_built(built)
-        errors = self.signature.check_waiting(list(self._queue))
+        errors = self.signature.check_waiting(list(self._scheduler.queue))
         rejected = self._scheduler.take_matching(lambda each: each.number in errors)
         self._replies.fail_all([(each, errors[each.number]) for each in rejected])
         self.metadata.reply_all()
 
     def on_model_replaced(self, built: Built | None) -> None:
         """Replace the signature by the signature of a new model version, and reset the fault isolation."""
-        self._isolator.clear()
+        self.isolator.clear()
         if built is not None:
             self.signature.on_built(built)
 
@@ -325,7 +276,7 @@ class Dispatcher:
 
     def take_waiting(self) -> Sequence[Request]:
         """Remove and return all queued requests."""
-        self._isolator.fail_pending()
+        self.isolator.contents.fail_pending()
         waiting = self._scheduler.take_all_waiting()
         for request in waiting:
             self._scheduler.deadlines.requests.pop(request.number, None)
@@ -333,12 +284,12 @@ class Dispatcher:
 
     def fail_waiting(self, error: RequestError) -> None:
         """End all queued requests with an error."""
-        self._isolator.fail_pending()
+        self.isolator.contents.fail_pending()
         self._replies.fail_all([(each, error) for each in self._scheduler.take_all_waiting()])
 
     def hand_over(self) -> None:
         """End all requests in an error, because the next daemon takes over the workers but not the requests."""
-        self._isolator.fail_pending()
+        self.isolator.contents.fail_pending()
         error = Unavailable("weightd is restarting")
         self._replies.fail_all([(each, error) for each, _ in self._scheduler.end_matching(lambda _: True)])
         self._replies.fail_pending()
@@ -347,8 +298,8 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every accepted request has ended."""
-        return not self._replies.is_pending and self._scheduler.is_idle and not self.direct.has_work(self._name)
+        """Whether every accepted request has ended. Requests of direct channels do not count."""
+        return not self._replies.is_pending and self._scheduler.is_idle
 
     @property
     def has_pending_failures(self) -> bool:
@@ -358,12 +309,12 @@ class Dispatcher:
     @property
     def queued_by_tenant(self) -> Mapping[Tenant, int]:
         """The number of queued requests of each tenant."""
-        return self._queue.counts_by_tenant
+        return self._scheduler.queue.counts_by_tenant
 
     @property
     def next_event_at(self) -> float:
         """The earliest time at which the dispatcher has something to do, in monotonic seconds."""
-        if self._is_gathering or self._replies.is_pending or self._isolator.has_work:
+        if self._is_gathering or self._replies.is_pending or self.isolator.contents.has_work:
             return AT_ONCE
         ping_at, event_at = self.processes.next_ping_at, self._scheduler.next_event_at
         return ping_at if ping_at < event_at else event_at
@@ -371,12 +322,12 @@ class Dispatcher:
     def status(self, now: float) -> DispatcherStatus:
         """Return the state of the dispatcher."""
         return DispatcherStatus(
-            self._queue.count,
+            self._scheduler.queue.count,
             len({item.request for item in self._scheduler.slots.awaited_items}),
             self._replies.failed_count,
             self._replies.latencies,
-            self._isolator.quarantined_count(now),
-            self._isolator.confined_clients(now),
+            self.isolator.quarantined_count(now),
+            self.isolator.confined_clients(now),
             self._scheduler.running.execution_counters,
         )
 

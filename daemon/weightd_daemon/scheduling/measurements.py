@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
@@ -117,3 +118,25 @@ class BatchTimes:
         if not self._recent_s or not slot_count:
             return None
         return max(max(self.mean_item_s, busy_s) * queued / slot_count, _MIN_RETRY_S)
+
+
+class DispatcherStatus(NamedTuple):
+    """The state of a dispatcher.
+
+    Attributes:
+        queued: the number of queued requests.
+        running: the number of unfinished requests at slots.
+        failed: the number of accepted requests that ended in an error.
+        latencies: the latencies of the answers.
+        quarantined: the number of contents in quarantine.
+        confined_clients: clients whose requests run one at a time.
+        execution_counters: counters of the batches that have run.
+    """
+
+    queued: int
+    running: int
+    failed: int
+    latencies: LatencyWindow
+    quarantined: int
+    confined_clients: Sequence[str]
+    execution_counters: ExecutionCounters

@@ -120,3 +120,17 @@ class Released:
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+
+
+@dataclass(frozen=True)
+class MapRegion:
+    """daemon → worker: map the region whose file descriptor is attached. No other region gets the number `region`."""
+
+    region: int = field(metadata=_NUMBER)
+
+
+@dataclass(frozen=True)
+class UnmapRegion:
+    """daemon → worker: unmap a shared-memory region. No later predict uses it."""
+
+    region: int = field(metadata=_NUMBER)

@@ -23,7 +23,7 @@ from weightd_protocol.messages.channels import (
 )
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.regions import POSITIONS, MappedRegions
+from weightd_protocol.messages.regions import POSITIONS, MappedRegions, MapRegion, UnmapRegion
 from weightd_protocol.messages.worker_common import (
     BATCH_SIZES,
     BYTES,
@@ -32,6 +32,8 @@ from weightd_protocol.messages.worker_common import (
     ROW_COUNT,
     SELFTEST_CASE,
     SELFTEST_CASES,
+    AllowAttach,
+    AttachAllowed,
     DeviceMemory,
     RowSupport,
     SelfTestCase,
@@ -191,20 +193,6 @@ class Built:
 
 
 @dataclass(frozen=True)
-class AllowAttach:
-    """daemon → holder: allow these processes, which did not exist at the build, to attach to the weights."""
-
-    engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
-
-
-@dataclass(frozen=True)
-class AttachAllowed:
-    """holder → daemon: the processes may attach. If the engine does not allow this, `error` is the reason."""
-
-    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-
-
-@dataclass(frozen=True)
 class Attach:
     """daemon → worker: build the model on the weights at `handle` ("" for a private copy), then run the self-test.
 
@@ -343,20 +331,6 @@ class PredictCancelled:
     """worker → daemon: the `Predict` was cancelled before it started."""
 
     request: int = field(metadata=_REQUEST)
-
-
-@dataclass(frozen=True)
-class MapRegion:
-    """daemon → worker: map the region whose file descriptor is attached. No other region gets the number `region`."""
-
-    region: int = field(metadata=_REQUEST)
-
-
-@dataclass(frozen=True)
-class UnmapRegion:
-    """daemon → worker: unmap a shared-memory region. No later predict uses it."""
-
-    region: int = field(metadata=_REQUEST)
 
 
 @dataclass(frozen=True)

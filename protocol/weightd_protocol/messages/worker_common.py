@@ -78,3 +78,17 @@ class SharingTraits:
     pids_fixed_at_build: bool = field(metadata=boolean())
     holder_must_outlive: bool = field(metadata=boolean())
     attach_rewrites_weights: bool = field(metadata=boolean())
+
+
+@dataclass(frozen=True)
+class AllowAttach:
+    """daemon → holder: allow these processes, which did not exist at the build, to attach to the weights."""
+
+    engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+
+
+@dataclass(frozen=True)
+class AttachAllowed:
+    """holder → daemon: the processes may attach. If the engine does not allow this, `error` is the reason."""
+
+    error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 
 from testkit.lingering import lingering
+from testkit.no_channels import no_channels
 from weightd_common import memfd
 from weightd_common.stream import Stream
 from weightd_daemon.api.admin import DaemonControl
@@ -78,7 +79,7 @@ class RouterHarness:
             self.loop,
             ModelLookup(registry),
             self.memory_budget,
-            DaemonControl(*cast(Any, (None, None, self.unmapped.extend, None, None))),
+            DaemonControl(*cast(Any, (None, None, self.unmapped.extend, None, None, no_channels()))),
             max_shm_bytes=10_000,
             user_limits=UserConnectionLimits(),
             authorizer=access,

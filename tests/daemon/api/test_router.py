@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import msgpack
 import pytest
 
+from testkit.no_channels import no_channels
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.stream import Stream
 from weightd_daemon.api.admin import DaemonControl
@@ -138,6 +139,7 @@ class RouterHarness:
                 lambda numbers: None,
                 cast(Any, None),
                 lambda: None,
+                no_channels(),
             ),
             max_shm_bytes=0,
             user_limits=UserConnectionLimits(),

@@ -119,7 +119,10 @@ def test_a_running_request_has_a_start() -> None:
     assert row.running_since(NOW) is None
     page.reals[SINCE], page.words[STAGE] = 5.0, STAGE_RUNNING
     assert row.running_since(NOW) == 5.0
+    # The worker has started a request after the daemon had read the clock.
     page.reals[SINCE] = NOW + 1
+    assert row.running_since(NOW) == NOW
+    page.reals[SINCE] = NOW + 100
     assert row.running_since(NOW) is None
     assert not row.is_plausible
 

@@ -14,19 +14,8 @@ from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTes
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.messages.worker import (
-    AllowAttach,
-    Attach,
-    AttachAllowed,
-    Attached,
-    Built,
-    Hello,
-    ProcessFailed,
-    Reconnected,
-    Stop,
-    TrimStore,
-)
-from weightd_protocol.messages.worker_common import SharingTraits
+from weightd_protocol.messages.worker import Attach, Attached, Built, Hello, ProcessFailed, Reconnected, Stop, TrimStore
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -15,14 +15,8 @@ from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import (
-    AttachAllowed,
-    Hello,
-    ProcessFailed,
-    Reconnected,
-    Stop,
-)
-from weightd_protocol.messages.worker_common import SelfTestCases, SharingTraits
+from weightd_protocol.messages.worker import Hello, ProcessFailed, Reconnected, Stop
+from weightd_protocol.messages.worker_common import AttachAllowed, SelfTestCases, SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 

@@ -19,10 +19,8 @@ from weightd_daemon.generations.spec import GenerationSpec
 from weightd_daemon.generations.states import ACTIVE, LOADING, USABLE, ChildState, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import (
-    AllowAttach,
     AnnounceSelfTest,
     Attach,
-    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -32,7 +30,7 @@ from weightd_protocol.messages.worker import (
     ProcessFailed,
     Stop,
 )
-from weightd_protocol.messages.worker_common import SelfTestCases, SharingTraits
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, SelfTestCases, SharingTraits
 from weightd_protocol.version import VERSION
 
 from .generation_harness import BUILT, FOREVER, SHA, pid

@@ -21,7 +21,8 @@ from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.worker import AttachAllowed, ProcessFailed, Reconnected
+from weightd_protocol.messages.worker import ProcessFailed, Reconnected
+from weightd_protocol.messages.worker_common import AttachAllowed
 
 from .rank_group_harness import BROKER, CASES, SHA, SLOT, X, Y, digest, hello_of, rank_of
 

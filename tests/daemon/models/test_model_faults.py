@@ -37,7 +37,7 @@ def equal_requests(count: int, size: int = 5) -> list[Request]:
 
 
 def confined_clients(harness: ModelHarness) -> list[str]:
-    return harness.model.dispatcher._isolator._offenses.confined_names(harness.now)
+    return harness.model.dispatcher.isolator._offenses.confined_names(harness.now)
 
 
 def restart_workers(harness: ModelHarness) -> None:
@@ -254,7 +254,7 @@ def test_external_kills_blame_no_request_but_limit_retries(end: signal.Signals, 
     assert (refused, how) == (number, code)
     assert text.startswith(f"request id{number} was on 5 workers when they exited, the last one killed by {end.name}")
     # The content is not quarantined, so a new request with it runs.
-    assert (harness.model.dispatcher._isolator._contents.quarantine.count(harness.now), confined_clients(harness)) == (
+    assert (harness.model.dispatcher.isolator.contents.quarantine.count(harness.now), confined_clients(harness)) == (
         0,
         [],
     )
@@ -301,7 +301,7 @@ def test_client_that_crashes_workers_is_confined_to_one() -> None:
 def test_confined_client_is_rejected_after_another_crash() -> None:
     harness = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
-        harness.model.dispatcher._isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
+        harness.model.dispatcher.isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
     first, *others = harness.submit(*hostile_requests(3))
     good = harness.submit_new(4)
     given = harness.host.predicts()
@@ -321,7 +321,7 @@ def test_confined_client_is_rejected_after_another_crash() -> None:
 def test_confined_client_runs_one_request_after_another() -> None:
     harness = ModelHarness(workers=3).serving()
     for _ in range(MAX_PEER_DEATHS):
-        harness.model.dispatcher._isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
+        harness.model.dispatcher.isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
     first, second = harness.submit(*hostile_requests(2))
     [(worker, given)] = harness.host.predicts()
     assert given == first
@@ -352,8 +352,8 @@ def test_cancelled_requests_still_count_against_client(lost: Loss, is_cancelled:
 
 def test_update_clears_quarantine_and_offenses() -> None:
     harness = ModelHarness().serving()
-    isolator = harness.model.dispatcher._isolator
-    isolator._contents.quarantine.add(equal_requests(1)[0], harness.now)
+    isolator = harness.model.dispatcher.isolator
+    isolator.contents.quarantine.add(equal_requests(1)[0], harness.now)
     for _ in range(2 * MAX_PEER_DEATHS + 1):
         isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
     harness.updated(2).submit(*equal_requests(1), *hostile_requests(1))
@@ -364,7 +364,7 @@ def test_update_clears_quarantine_and_offenses() -> None:
 
 def test_large_content_is_compared_in_slices() -> None:
     harness = ModelHarness().serving()
-    harness.model.dispatcher._isolator._contents.quarantine.add(equal_requests(1, MEGABYTE)[0], harness.now)
+    harness.model.dispatcher.isolator.contents.quarantine.add(equal_requests(1, MEGABYTE)[0], harness.now)
     same_sample = bytes(600) + b"1" + bytes(MEGABYTE - 601)
     cancelled, quarantined, good = harness.submit(*equal_requests(2, MEGABYTE), request(content=same_sample))
     assert (harness.host.predicts(), harness.model.timer.due_at) == ([], 0.0)
@@ -387,13 +387,13 @@ def test_large_content_is_quarantined_after_comparison() -> None:
     assert harness.host.refused() == [(number, "INTERNAL")]
     compare_contents(harness)
     assert harness.host.refused() == [(each, "INTERNAL") for each in equal]
-    assert harness.model.dispatcher._isolator._contents.quarantine.count(harness.now) == 1
+    assert harness.model.dispatcher.isolator.contents.quarantine.count(harness.now) == 1
 
 
 @pytest.mark.parametrize("size", [5, MEGABYTE])
 def test_answered_content_is_cleared_of_suspicion(size: int) -> None:
     harness = ModelHarness(workers=1).serving()
-    quarantine = harness.model.dispatcher._isolator._contents.quarantine
+    quarantine = harness.model.dispatcher.isolator.contents.quarantine
     quarantine.on_hang(equal_requests(1, size)[0], harness.now)
     harness.answers(W1, *harness.submit(*equal_requests(2, size)))
     assert (harness.model.timer.due_at == 0.0) == (size == MEGABYTE)

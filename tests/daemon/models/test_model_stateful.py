@@ -40,9 +40,7 @@ from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
-    AllowAttach,
     Attach,
-    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -58,7 +56,7 @@ from weightd_protocol.messages.worker import (
     Reconnected,
     Stop,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, SharingTraits
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, DeviceMemory, SharingTraits
 from weightd_protocol.schema import decode, plain
 from weightd_protocol.version import VERSION
 
@@ -435,7 +433,7 @@ class ModelMachine(RuleBasedStateMachine):
         self.now = then
         while then >= self.model.timer.due_at:
             self.model.tick(then)
-            if not self.model.dispatcher._isolator.has_work:
+            if not self.model.dispatcher.isolator.contents.has_work:
                 break
         assert self.model.timer.due_at > then, "the next tick is not in the future"
 

@@ -17,21 +17,14 @@ from weightd_common import memfd
 from weightd_common.stream import Stream
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import ExitCause
-from weightd_daemon.processes.messenger import WorkerChannels
+from weightd_daemon.processes.worker_channels import WorkerChannels
 from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import message_prefix
 from weightd_protocol.messages.inference import ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import (
-    CancelPredict,
-    ChildMessage,
-    MapRegion,
-    Pong,
-    PredictCancelled,
-    PredictResult,
-    UnmapRegion,
-)
+from weightd_protocol.messages.regions import MapRegion, UnmapRegion
+from weightd_protocol.messages.worker import CancelPredict, ChildMessage, Pong, PredictCancelled, PredictResult
 
 LARGE = bytes(3_000_000)
 
@@ -58,6 +51,7 @@ class ChannelHarness:
             self._on_message,
             self._on_error,
             on_message_burst=lambda: self.messages.append(("", "several")),
+            on_direct_report=lambda name, message, frames: None,
         )
         self.children: list[Stream] = []
 

@@ -151,7 +151,7 @@ def test_crash_blames_only_the_running_batch() -> None:
     [killer], [innocent] = one.requests.values(), other.requests.values()
     assert (killer.deaths, innocent.deaths, one.answers) == (2, 0, {killer.number: "INTERNAL"})
     assert (innocent.lost_slots, other.answers) == (0, {})
-    assert not any(each.offenders for each in other.dispatcher._isolator._offenses.tables)
+    assert not any(each.offenders for each in other.dispatcher.isolator._offenses.tables)
     made.serve(made.add_process())
     assert other.answers == {innocent.number: "answer"}
 

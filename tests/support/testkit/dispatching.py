@@ -46,5 +46,5 @@ def run_turns(dispatcher: Dispatcher, now: float) -> None:
     """Run the turns of the loop that the dispatcher needs at once, as if no other message arrived."""
     while dispatcher.next_event_at == AT_ONCE:
         dispatcher.expire(now, lambda error: error)
-        dispatcher._isolator.continue_fingerprint(now)
+        dispatcher.isolator.contents.continue_fingerprint(now)
         dispatcher.dispatch_gathered(now)

@@ -20,9 +20,7 @@ from ascendsim import Host, environment, models
 from ascendsim.program import ProgramForkServer
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker import (
-    AllowAttach,
     Attach,
-    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -31,7 +29,13 @@ from weightd_protocol.messages.worker import (
     PredictResult,
     ProcessFailed,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCases, SharingTraits
+from weightd_protocol.messages.worker_common import (
+    AllowAttach,
+    AttachAllowed,
+    DeviceMemory,
+    SelfTestCases,
+    SharingTraits,
+)
 from weightd_worker import exit_codes
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 from weightd_worker.engines.mindspore_lite.ascend import parse_gears

@@ -18,14 +18,13 @@ from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
-from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
+from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions, MapRegion
 from weightd_protocol.messages.worker import (
     Attach,
     BeginBatch,
     Build,
     CancelPredict,
     Hello,
-    MapRegion,
     Ping,
     Pong,
     Predict,

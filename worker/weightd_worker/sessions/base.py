@@ -19,6 +19,7 @@ from weightd_common.transient import is_transient, mentions_transient
 from weightd_protocol import limits
 from weightd_protocol.codec import Decoder, clip, encode, type_name
 from weightd_protocol.errors import RemoteProtocolError, WeightdError
+from weightd_protocol.messages.regions import MapRegion, UnmapRegion
 from weightd_protocol.messages.worker import (
     TO_CHILD,
     BeginBatch,
@@ -26,14 +27,12 @@ from weightd_protocol.messages.worker import (
     CancelPredict,
     ChildOrder,
     Hello,
-    MapRegion,
     Predict,
     PredictCancelled,
     ProcessFailed,
     Reconnected,
     Stop,
     TrimStore,
-    UnmapRegion,
 )
 from weightd_protocol.version import VERSION
 from weightd_worker import exit_codes, nativelog

@@ -23,7 +23,8 @@ import threading
 import time
 from typing import Any, Callable, Deque, List, Optional, Set, Tuple, cast
 
-from weightd_protocol.messages.worker import BeginBatch, Predict, PredictFailed, Reconnected, Stop, UnmapRegion
+from weightd_protocol.messages.regions import UnmapRegion
+from weightd_protocol.messages.worker import BeginBatch, Predict, PredictFailed, Reconnected, Stop
 from weightd_worker import exit_codes
 from weightd_worker.connection import Connection
 from weightd_worker.engines.engine import Arrays, Engine

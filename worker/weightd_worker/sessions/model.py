@@ -13,10 +13,8 @@ from weightd_common.process_attributes import leave_load_priority
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import (
-    AllowAttach,
     AnnounceSelfTest,
     Attach,
-    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -30,7 +28,7 @@ from weightd_protocol.messages.worker import (
     Predict,
     TrimStore,
 )
-from weightd_protocol.messages.worker_common import SelfTestCases
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, SelfTestCases
 from weightd_worker import nativelog
 from weightd_worker.channels.direct import ChannelOrder, DirectChannels
 from weightd_worker.connection import Connection

@@ -32,19 +32,8 @@ from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.spec import WorkerProgram
 from weightd_protocol.datatypes import ITEM_BYTES
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import (
-    AllowAttach,
-    Attach,
-    AttachAllowed,
-    Attached,
-    Built,
-    Hello,
-    Ping,
-    Pong,
-    Predict,
-    PredictResult,
-)
-from weightd_protocol.messages.worker_common import SelfTestCase
+from weightd_protocol.messages.worker import Attach, Attached, Built, Hello, Ping, Pong, Predict, PredictResult
+from weightd_protocol.messages.worker_common import AllowAttach, AttachAllowed, SelfTestCase
 
 _log = logging.getLogger("weightd.doctor")
 

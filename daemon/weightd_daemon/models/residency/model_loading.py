@@ -201,6 +201,7 @@ class ModelLoading:
         return (
             self._phase is ModelPhase.OPEN
             and self._dispatcher.is_idle
+            and not self._dispatcher.direct.has_work
             and not self._rollouts.is_in_progress
             and not self._has_vacated
         )

@@ -13,7 +13,7 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.client_log import ClientLog
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batch import Batch, record_death
-from weightd_daemon.scheduling.direct import DirectLoss
+from weightd_daemon.scheduling.direct import DirectLoss, ModelDirect, NoDirectWorkers
 from weightd_daemon.scheduling.fault_isolation.content_guard import ContentGuard, FailRequest
 from weightd_daemon.scheduling.fault_isolation.offenders import ClientOffenses, OffenderTable
 from weightd_daemon.scheduling.fault_isolation.rank_groups import MAX_LOST_GROUPS, GroupLoss, RankGroupFailures
@@ -40,9 +40,6 @@ MAX_DEATHS = 2
 # the reason, including a lack of memory.
 MAX_LOST_SLOTS = 5
 
-# Maximum number of lost requests of direct channels that are remembered. The oldest is dropped first.
-_MAX_DIRECT_LOSSES = 256
-
 # Timeout of a self-test as a multiple of `predict_timeout`: a process may have to finish two predicts before the
 # self-test.
 _SELFTEST_TIMEOUT_FACTOR = 3
@@ -58,17 +55,18 @@ class FaultIsolator:
         schedule_by: called with the time when `continue_fingerprint` or `due_pings` has something to do.
         tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
         client_log: the rate-limited log of client events; one object for all models.
-        is_running_direct: returns whether a process runs a request of a direct channel.
-        on_grounds: called when requests must pass through the daemon from now on, because one has crashed a slot.
+        direct: the direct channels of the model. They end when requests must pass through the daemon from now on,
+            because one has crashed a slot.
 
     Attributes:
         watchdog: watches the processes.
+        contents: the contents that may crash or hang slots.
         grounds: the tables of offending tenants, offending clients, quarantined contents and suspected contents. While
             all four are empty, callers can skip `check_request` for clients without a tenant.
         suspected: the table of contents that may crash or hang slots.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         config: ModelConfig,
         scheduler: Scheduler,
@@ -77,13 +75,12 @@ class FaultIsolator:
         tenant_offenders: OffenderTable | None = None,
         client_log: ClientLog | None = None,
         *,
-        is_running_direct: Callable[[str], bool] = lambda _: False,
-        on_grounds: Callable[[], object] = lambda: None,
+        direct: ModelDirect | None = None,
     ) -> None:
         self._client_log = client_log or ClientLog()
-        self._contents = ContentGuard(scheduler, fail_request, schedule_by, self._client_log)
-        self._quarantined = self._contents.quarantine.quarantined
-        self.suspected = self._contents.quarantine.suspected
+        self.contents = ContentGuard(scheduler, fail_request, schedule_by, self._client_log)
+        self._quarantined = self.contents.quarantine.quarantined
+        self.suspected = self.contents.quarantine.suspected
         self._offenses = ClientOffenses(tenant_offenders)
         tenants, clients = self._offenses.tables
         self.grounds = tenants.offenders, clients.offenders, self._quarantined, self.suspected
@@ -98,11 +95,7 @@ class FaultIsolator:
         # The names of tenants with an answered request at this model. The requests of all other tenants are confined,
         # so that the first requests of a tenant cannot crash several slots at once.
         self._trusted_tenants: set[str] = set()
-        self._is_running_direct = is_running_direct
-        self._on_grounds = on_grounds
-        # Requests of direct channels that were lost with their workers: client and id, and when they were lost. The
-        # client sends them again, to the daemon.
-        self._direct_losses: dict[tuple[bytes, str], float] = {}
+        self._direct = direct or ModelDirect("", NoDirectWorkers(), config)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -117,30 +110,26 @@ class FaultIsolator:
         is_untrusted = request.origin.is_tenant and request.tenant.name not in self._trusted_tenants
         if not (has_offenders or is_untrusted or self._quarantined or (self.suspected and request.is_mutable)):
             return False
-        if self._direct_losses.pop((request.client, request.id), None) is not None:
+        if self._direct.losses.pop((request.client, request.id), None) is not None:
             request.deaths += 1
             isolate(request, Isolation.ALONE)
         self._offenses.check_not_refused(request.origin, now)
         if is_untrusted or self._offenses.is_confined(request.origin, now):
             isolate(request, Isolation.CONFINED)
-        return self._contents.check_request(request, now)
+        return self.contents.check_request(request, now)
 
     def on_answered(self, request: Request, now: float) -> None:
         """Record that a slot has answered the request."""
         if request.origin.is_tenant:
             self._trusted_tenants.add(request.tenant.name)
-        self._contents.on_answered(request, now)
+        self.contents.on_answered(request, now)
 
     def clear(self) -> None:
         """Forget all contents, trusted tenants and offending clients, because the model version has changed."""
-        self._contents.fail_pending()
+        self.contents.fail_pending()
         self._trusted_tenants.clear()
-        self._contents.quarantine.clear()
+        self.contents.quarantine.clear()
         self._offenses.clear()
-
-    def fail_pending(self) -> None:
-        """Drop all pending actions, and end the requests that would have ended after them."""
-        self._contents.fail_pending()
 
     def check_direct(self, origin: ClientOrigin, now: float) -> None:
         """Check that requests of a client need not pass through the daemon.
@@ -157,27 +146,16 @@ class FaultIsolator:
 
     def on_direct_loss(self, loss: DirectLoss, now: float) -> None:
         """Record that a request of a direct channel may have crashed its worker, or has made it hang."""
-        self._direct_losses[loss.client, loss.request_id] = now
-        if len(self._direct_losses) > _MAX_DIRECT_LOSSES:
-            del self._direct_losses[next(iter(self._direct_losses))]
+        self._direct.add_loss(loss)
         self._offenses.record_death(loss.origin, loss.ran_s, now)
         if loss.origin.is_tenant:
             self._scheduler.tenancy.record_tenant_loss(loss.tenant, now)
-        self._on_grounds()
+        self._direct.reclaim()
         self._restrict_client(loss.origin, now)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `continue_fingerprint` has something to do."""
-        return self._contents.has_work
-
-    def continue_fingerprint(self, now: float) -> None:
-        """Compute the next slice of a digest, for less than a millisecond; act on the digest once it is complete."""
-        self._contents.continue_fingerprint(now)
 
     def quarantined_count(self, now: float) -> int:
         """Return the number of contents in quarantine."""
-        return self._contents.quarantine.count(now)
+        return self.contents.quarantine.count(now)
 
     def confined_clients(self, now: float) -> Sequence[str]:
         """Return the clients whose requests run one at a time."""
@@ -189,7 +167,7 @@ class FaultIsolator:
         """Handle the exit of a process, which the batches at its slot may have caused."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
-            self._contents.on_forgiven(forgiven, now)
+            self.contents.on_forgiven(forgiven, now)
         slot = self._slots.slot_of(process)
         if slot is None or not slot.batches:
             self._scheduler.release_slot(process)
@@ -221,7 +199,7 @@ class FaultIsolator:
             if request in awaited:
                 self._fail(request, error, now, is_quarantined=request is quarantined)
         if quarantined is not None and quarantined not in awaited:
-            self._contents.on_crash(quarantined, now)
+            self.contents.on_crash(quarantined, now)
         for origin in origins:
             self._restrict_client(origin, now)
 
@@ -258,9 +236,9 @@ class FaultIsolator:
                 self._scheduler.retry_alone(list(batch.items.values()))
             self._record_loss(batch, self._predict_timeout, now)
             if request is not None and batch.awaited_items:
-                self._contents.fail_hung(request, DeadlineExceeded(f"request {request.id}: {reason}"), now)
+                self.contents.fail_hung(request, DeadlineExceeded(f"request {request.id}: {reason}"), now)
             elif request is not None:
-                self._contents.on_hang(request, now)
+                self.contents.on_hang(request, now)
             yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
@@ -273,7 +251,7 @@ class FaultIsolator:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _is_busy(self, process: str) -> bool:
-        return self._slots.is_busy(process) or self._is_running_direct(process)
+        return self._slots.is_busy(process) or self._direct.is_running(process)
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
         """Handle the loss of a rank group, and of the batch that the group may have been running."""
@@ -294,11 +272,11 @@ class FaultIsolator:
             self._fail(request, error, now, is_quarantined=request is quarantined)
         if quarantined is not None:
             if quarantined not in [request for request, _ in ended]:
-                self._contents.on_crash(quarantined, now)
+                self.contents.on_crash(quarantined, now)
             self._record_loss(batch, now - batch.started_at, now)
         elif suspect is not None:
             record_death([batch])
-            self._contents.on_group_loss(suspect, now)
+            self.contents.on_group_loss(suspect, now)
 
     def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
         """Isolate the requests of a dead slot's batches, and return their clients.
@@ -325,7 +303,7 @@ class FaultIsolator:
             [origin] = origins
             self._offenses.record_death(origin, ran_s, now)
         if origins:
-            self._on_grounds()
+            self._direct.reclaim()
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
         """Record a slot's coming loss for the tenant that sent the requests, unless several tenants sent them."""
@@ -393,7 +371,7 @@ class FaultIsolator:
 
     def _fail(self, request: Request, error: RequestError, now: float, *, is_quarantined: bool) -> None:
         if is_quarantined:
-            self._contents.fail_crashed(request, error, now)
+            self.contents.fail_crashed(request, error, now)
         else:
             self._fail_request(request, error)
 

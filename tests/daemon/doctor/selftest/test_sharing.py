@@ -33,10 +33,8 @@ from weightd_daemon.generations.spec import SelfTestSpec
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.inference import ResponseDescription, TensorSignature
 from weightd_protocol.messages.worker import (
-    AllowAttach,
     AnnounceSelfTest,
     Attach,
-    AttachAllowed,
     Attached,
     Build,
     Built,
@@ -47,7 +45,13 @@ from weightd_protocol.messages.worker import (
     Predict,
     PredictResult,
 )
-from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase, SharingTraits
+from weightd_protocol.messages.worker_common import (
+    AllowAttach,
+    AttachAllowed,
+    DeviceMemory,
+    SelfTestCase,
+    SharingTraits,
+)
 
 M = TypeVar("M", bound=ChildMessage)
 

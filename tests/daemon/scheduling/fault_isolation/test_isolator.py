@@ -100,8 +100,8 @@ class SharedMemoryClient:
 def read_contents(harness: IsolatorHarness) -> int:
     """Let the isolator read all pending contents; return the number of slices read."""
     slices = 0
-    while harness.isolator.has_work:
-        harness.isolator.continue_fingerprint(harness.now)
+    while harness.isolator.contents.has_work:
+        harness.isolator.contents.continue_fingerprint(harness.now)
         slices += 1
     return slices
 
@@ -126,7 +126,7 @@ def check(harness: IsolatorHarness, request: Request) -> None:
     """Check a request, and read its content if the isolator asks for it."""
     if harness.isolator.check_request(request, harness.now):
         compute_digest(request)
-        harness.isolator._contents.quarantine.check_request(request, harness.now)
+        harness.isolator.contents.quarantine.check_request(request, harness.now)
 
 
 def batch(*requests: Request) -> Batch:
@@ -144,7 +144,7 @@ def test_reruns_requests_of_a_crashed_batch_alone() -> None:
         assert harness.runs() == [[0]]
         harness.isolator.on_exit(harness.last, CRASH, harness.now)
     assert harness.refused == {0: "INTERNAL"}
-    assert harness.isolator._contents.quarantine.count(harness.now) == 1
+    assert harness.isolator.contents.quarantine.count(harness.now) == 1
     assert [harness.runs(), harness.runs()] == [[[1]], [[2]]]
     assert [each.deaths for each in requests] == [2, 0, 0]
 
@@ -298,7 +298,7 @@ def test_externally_killed_slot_is_not_held_against_the_tenant() -> None:
 def test_repeated_quarantines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     harness = IsolatorHarness()
     for request in harness.requests(*[ClientOrigin("process 1 of uid 1", "uid 1")] * 20):
-        harness.isolator._contents._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
+        harness.isolator.contents._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
     # A log period may end in between.
     assert 1 <= len(lines) <= 2
@@ -311,7 +311,7 @@ def test_quarantines_the_content_that_crashed_despite_changes(nbytes: int) -> No
     shared.write(b"1")
     crash_twice(harness, shared.request())
     while not harness.refused:
-        harness.isolator.continue_fingerprint(harness.now)
+        harness.isolator.contents.continue_fingerprint(harness.now)
     shared.write(b"2")
     read_contents(harness)
     check(harness, shared.request())
@@ -337,7 +337,7 @@ def test_hang_with_shared_memory_ends_after_its_content_is_read() -> None:
         read_contents(harness)
         assert harness.refused[number] == "DEADLINE_EXCEEDED"
         shared.write(b"2")
-    assert harness.isolator._contents.quarantine.count(harness.now) == 1
+    assert harness.isolator.contents.quarantine.count(harness.now) == 1
     assert not harness.isolator.check_request(shared.request(), harness.now)
 
 
@@ -373,8 +373,8 @@ def test_ended_requests_in_shared_memory_are_not_examined(
     request = shared.request()
     request.is_ended = True
     fail(harness, request)
-    assert not harness.isolator.has_work
-    assert (harness.isolator._contents.quarantine.quarantined, harness.isolator._contents.quarantine.suspected) == (
+    assert not harness.isolator.contents.has_work
+    assert (harness.isolator.contents.quarantine.quarantined, harness.isolator.contents.quarantine.suspected) == (
         {},
         {},
     )
@@ -383,25 +383,25 @@ def test_ended_requests_in_shared_memory_are_not_examined(
 def test_fail_pending_ends_requests_whose_content_is_unread() -> None:
     harness, shared = IsolatorHarness(), SharedMemoryClient()
     crash_twice(harness, shared.request())
-    harness.isolator.fail_pending()
-    assert (harness.refused, harness.isolator.has_work) == ({1: "INTERNAL"}, False)
+    harness.isolator.contents.fail_pending()
+    assert (harness.refused, harness.isolator.contents.has_work) == ({1: "INTERNAL"}, False)
 
 
 def test_clears_suspicion_with_the_content_read_before_the_run() -> None:
     harness, shared = IsolatorHarness(), SharedMemoryClient()
     hang(harness, shared.request())
     read_contents(harness)
-    assert harness.isolator._contents.quarantine.suspected
+    assert harness.isolator.contents.quarantine.suspected
     unread, harmless = shared.request(), shared.request()
     harness.isolator.on_answered(unread, harness.now)
-    assert not harness.isolator.has_work
+    assert not harness.isolator.contents.has_work
     assert harness.isolator.check_request(harmless, harness.now)
     harness.scheduler.submit(harmless, harness.now, needs_check=True)
     assert read_contents(harness) == 3
     shared.write(b"2")
     harness.isolator.on_answered(harmless, harness.now)
     read_contents(harness)
-    assert not harness.isolator._contents.quarantine.suspected
+    assert not harness.isolator.contents.quarantine.suspected
 
 
 def test_tenant_cannot_quarantine_content_of_others() -> None:

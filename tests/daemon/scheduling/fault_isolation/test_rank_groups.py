@@ -64,7 +64,7 @@ class RankGroupHarness(IgnoringSink):
 
     def run_until_idle(self) -> None:
         while self.dispatcher.next_event_at == AT_ONCE:
-            self.dispatcher._isolator.continue_fingerprint(self.now)
+            self.dispatcher.isolator.contents.continue_fingerprint(self.now)
             self.dispatcher.dispatch_gathered(self.now)
 
     def add_group(self) -> str:
@@ -157,14 +157,14 @@ def test_ends_request_after_the_second_failed_group(cause: Cause, text: str) -> 
     harness.ask()
     for _ in range(2):
         assert harness.answers == {}
-        assert not any(each.offenders for each in harness.dispatcher._isolator._offenses.tables)
+        assert not any(each.offenders for each in harness.dispatcher.isolator._offenses.tables)
         first = harness.add_group()
         assert harness.running(first) == [1]
         cause(harness, first)
         harness.run_until_idle()
     assert harness.answers == {1: text}
-    assert harness.dispatcher._isolator._contents.quarantine.count(harness.now) == 1
-    assert any(table.offenders for table in harness.dispatcher._isolator._offenses.tables)
+    assert harness.dispatcher.isolator.contents.quarantine.count(harness.now) == 1
+    assert any(table.offenders for table in harness.dispatcher.isolator._offenses.tables)
 
 
 @pytest.mark.parametrize("cause", [crash, hang, exit_rank, fail_rank, report_twice])
@@ -180,7 +180,7 @@ def test_requeues_request_of_a_failed_group(cause: Cause) -> None:
     assert harness.running(name) == [2]
     assert harness.answers == {1: "answer"}
     # The answer clears the suspicion.
-    assert not harness.dispatcher._isolator._contents.quarantine.suspected
+    assert not harness.dispatcher.isolator.contents.quarantine.suspected
 
 
 @pytest.mark.parametrize("who", ["rank1", "broker"])
@@ -200,7 +200,7 @@ def test_externally_killed_process_is_not_held_against_requests(who: str) -> Non
         harness.dispatcher.results.on_exit(f"{name}.{who}", KILL, harness.now)
         harness.dispatcher.results.on_exit(f"{name}.rank0", KILL, harness.now)
         assert request.deaths == 0
-        assert not harness.dispatcher._isolator._contents.quarantine.suspected
+        assert not harness.dispatcher.isolator.contents.quarantine.suspected
         harness.report_exits(name, excluding=who)
     assert harness.answers == {}
 
@@ -217,8 +217,8 @@ def test_limits_reruns_after_externally_killed_groups(who: str) -> None:
     assert request.deaths == 0
     assert harness.answers[1].startswith("UNAVAILABLE: request id1: 5 rank groups failed while running it")
     assert (
-        harness.dispatcher._isolator._contents.quarantine.count(harness.now),
-        any(each.offenders for each in harness.dispatcher._isolator._offenses.tables),
+        harness.dispatcher.isolator.contents.quarantine.count(harness.now),
+        any(each.offenders for each in harness.dispatcher.isolator._offenses.tables),
     ) == (0, False)
 
 
