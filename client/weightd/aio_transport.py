@@ -13,6 +13,7 @@ import contextvars
 import math
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, List, Optional, Tuple, cast
 
 from weightd.connection import ConnectionLost, DaemonConnection
@@ -35,6 +36,8 @@ class _PauseEnded(WeightdError):
 
 
 if TYPE_CHECKING:
+    from weightd.channels.calls import ClientChannel
+
     _Future = asyncio.Future[bool]
 else:
     _Future = asyncio.Future  # Python 3.7 cannot subscript it
@@ -159,6 +162,9 @@ class _Waits:
             self._set_timer(min(deadline for _, deadline in self._limits.values()))
 
 
+# Maximum number of answers that are read from one channel before the event loop goes on.
+_MAX_PACKETS = 64
+
 # Seconds by which a deadline may pass too early.
 _TIMER_RESOLUTION_S = 1e-4
 
@@ -173,6 +179,10 @@ class AsyncTransport:
     def __init__(self, session: ClientSession) -> None:
         self._session = session
         self._core = session.core
+        self._channels = session.channels
+        self._channels.before_close = self._unregister_channel
+        # The channels for which the event loop calls `_read_channel`, by descriptor.
+        self._registered = self._channels.by_descriptor
         self._waits: Optional[_Waits] = None
         self._is_connecting = False
         self._is_writer_registered = False
@@ -202,6 +212,7 @@ class AsyncTransport:
         if waits is None or waits.loop is not running:
             if waits is not None and not self._session.connection.closed:
                 raise WrongLoop("this client is connected in another event loop; create one client for each event loop")
+            self._channels.close_all()
             waits = self._waits = _Waits(running)
         return waits
 
@@ -211,6 +222,7 @@ class AsyncTransport:
         self._session.mark_closed()
         self._unregister_descriptors()
         self._session.connection.close()
+        self._channels.close_all()
         self._notify_waiters()
         waits.stop_timer()
 
@@ -227,13 +239,15 @@ class AsyncTransport:
         call, frames = prepared
         waits = self._running_waits()
         try:
-            if frames:
+            if call.description_frame in self._core.channels.usable and self._channels.send(call, frames, deadline):
+                pass
+            elif frames:
                 await self._send(frames, deadline, call)
             if not call.done:
                 answered = waits.new(answer_deadline)
                 call.add_done_callback(answered.end)
                 if not await answered:
-                    raise self._session.answer_timeout_error()
+                    raise self._session.answer_timeout_error(call)
         except asyncio.CancelledError:
             self._cancel_call(call)
             raise
@@ -328,6 +342,8 @@ class AsyncTransport:
 
     def _cancel_call(self, call: PendingCall) -> None:
         """Send a cancellation of a call whose task was cancelled, so that no worker starts the request."""
+        if self._session.cancel_on_channel(call):
+            return
         if call.response_type is InferResponse and self._core.is_tracked(call):
             with contextlib.suppress(ConnectionLost):
                 self._session.send(self._core.cancel_frames(call))
@@ -344,8 +360,7 @@ class AsyncTransport:
         connection = session.connection
         try:
             while True:
-                for message in connection.receive():
-                    self._core.on_message(message.frames)
+                session.receive()
                 if connection.unsent_count:
                     self._flush()
                 if connection.is_idle():
@@ -356,6 +371,28 @@ class AsyncTransport:
             self._notify_waiters()
             if not isinstance(error, CONNECTION_LOST_ERRORS):
                 raise
+        self._register_channels()
+
+    def _read_channel(self, channel: ClientChannel) -> None:
+        """Process the answers that a channel has, as long as there are calls without an answer."""
+        for _ in range(_MAX_PACKETS):
+            if not self._channels.receive(channel) or not self._core.calls:
+                break
+
+    def _register_channels(self) -> None:
+        """Make the event loop call `_read_channel` for new channels."""
+        self._channels.close_unused()
+        known, self._registered = self._registered, self._channels.by_descriptor
+        if self._registered is not known:
+            waits = self._running_waits()
+            for descriptor, channel in self._registered.items():
+                if known.get(descriptor) is not channel:
+                    waits.loop.add_reader(descriptor, waits.wake_tasks, partial(self._read_channel, channel))
+
+    def _unregister_channel(self, descriptor: int) -> None:
+        """Remove a channel from the event loop before its descriptor is closed."""
+        if self._waits is not None and not self._waits.loop.is_closed():
+            self._waits.loop.remove_reader(descriptor)
 
     def _flush(self) -> None:
         connection = self._session.connection

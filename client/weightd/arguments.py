@@ -12,9 +12,11 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any, List, Optional, Tuple
 
+import numpy as np
+
 from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
-from weightd_protocol.schema import describe_value
+from weightd_protocol.schema import describe_value, label
 
 
 def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
@@ -102,6 +104,31 @@ def check_mapping(name: str, value: Any) -> None:
         raise InvalidArgument(
             f"{name}: expected an array for each name, as in {{'y': array}}, got {describe_value(value)}"
         )
+
+
+def check_priority(value: Any) -> None:
+    """Check that a value is a priority of the protocol. A boolean is none, although True is equal to 1.
+
+    Raises:
+        InvalidArgument: `value` is no integer, or is out of range.
+    """
+    if not (type(value) is int and 0 <= value <= limits.MAX_PRIORITY):
+        raise InvalidArgument(
+            f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(value)}"
+        )
+
+
+def check_out(value: Any) -> None:
+    """Check that a value is a mapping of names to writable numpy arrays.
+
+    Raises:
+        InvalidArgument: `value` is no mapping, or a value of the mapping is no writable array.
+    """
+    check_mapping("out", value)
+    for name, array in value.items():
+        if not isinstance(array, np.ndarray) or not array.flags.writeable:
+            found = "a read-only one" if isinstance(array, np.ndarray) else type(array).__name__
+            raise InvalidArgument(f"out: {label(name)}: expected a writable numpy array, got {found}")
 
 
 def parse_shape(name: str, value: Any) -> Tuple[int, ...]:

@@ -100,6 +100,13 @@ class DaemonConnection(abc.ABC):
         """Return True if no event is pending, so that polling the descriptors will report the next event."""
         return True
 
+    def expect_descriptors(self, is_expected: bool) -> None:  # noqa: B027 - only some connections can receive them
+        """Keep the file descriptors that the daemon sends, or let the kernel close them, which is the default."""
+
+    def take_descriptor(self) -> Optional[int]:
+        """Return the next file descriptor that the daemon has sent, or None. The caller must close the descriptor."""
+        return None
+
     def mark_broken(self) -> None:
         """Mark the connection as lost. `receive` returns all messages that have arrived, and then reports the loss."""
         self.is_broken = True
@@ -208,6 +215,15 @@ class UnixConnection(DaemonConnection):
     def is_idle(self) -> bool:
         """See `DaemonConnection.is_idle`. If the last read filled its buffer, more data may be waiting."""
         return not self._stream.has_more
+
+    def expect_descriptors(self, is_expected: bool) -> None:
+        """See `DaemonConnection.expect_descriptors`. Reading takes longer while descriptors are expected."""
+        self._stream.accepts_descriptors = is_expected
+
+    def take_descriptor(self) -> Optional[int]:
+        """See `DaemonConnection.take_descriptor`."""
+        descriptors = self._stream.descriptors
+        return descriptors.popleft() if descriptors else None
 
     def mark_broken(self) -> None:
         """See `DaemonConnection.mark_broken`. Shuts the socket down, which wakes a thread that polls it."""

@@ -35,6 +35,18 @@ class Uncopied:
         )
 
 
+class VersionOutputs(Dict[str, Any]):
+    """Outputs by name of a request that named a model with several versions, but no version.
+
+    Attributes:
+        model: the name of the version that has answered, such as "resnet@2".
+    """
+
+    def __init__(self, outputs: Dict[str, Any], model: str) -> None:
+        super().__init__(outputs)
+        self.model = model
+
+
 class PendingCall:
     """A call in progress, and its response or error once it has ended.
 
@@ -46,6 +58,11 @@ class PendingCall:
         model: the name in a request for the signature of a model; "" for any other call.
         lease: the tensors of the request and the shared memory that they use; None if the call uses no shared memory or
             has ended.
+        description_frame: the encoded description of a request that may be sent on a direct channel; None for any other
+            call.
+        channel: the direct channel on which the request was sent, as long as the answer is expected there.
+        packet: the packet of the request, with which it can be sent again. It is kept until the call ends, or until the
+            daemon has the request.
     """
 
     _result: Any
@@ -55,10 +72,13 @@ class PendingCall:
         "_callbacks",
         "_error",
         "_result",
+        "channel",
+        "description_frame",
         "done",
         "id",
         "lease",
         "model",
+        "packet",
         "request",
         "response_type",
     )
@@ -70,6 +90,9 @@ class PendingCall:
         self.model = ""
         self.done = False
         self.lease: Optional[Lease] = None
+        self.description_frame: Optional[bytes] = None
+        self.channel: Optional[object] = None
+        self.packet: Optional[bytes] = None
         self._error: Optional[WeightdError] = None
         self._callbacks: List[Callable[[], None]] = []
 
@@ -95,7 +118,7 @@ class PendingCall:
         self._result = answer
         # If the caller stores an exception, its traceback keeps this object alive. Drop the lease, so that the arrays
         # do not stay alive as well.
-        self.lease = None
+        self.lease = self.channel = self.packet = None
         self.done = True
         if self._callbacks:
             self._run_callbacks()

@@ -84,21 +84,22 @@ class Waker:
             poller.modify(descriptors[0], READ | WRITE)
         return poller
 
-    def wait(self, poller: Any, deadline: float) -> bool:
-        """Wait until a descriptor of the poller is ready or `set` is called; return False at the deadline."""
+    def wait(self, poller: Any, deadline: float) -> Sequence[Tuple[int, int]]:
+        """Wait until a descriptor of the poller is ready or `set` is called.
+
+        Return the descriptors that are ready, each with its events; none at the deadline.
+        """
         timeout_ms = (deadline - monotonic()) * 1000
         # One call with the whole remaining time suffices, because without an event `poll` never returns before its
         # timeout. A negative timeout would make it wait forever.
-        ready: Sequence[Any] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
+        ready: Sequence[Tuple[int, int]] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
         if not ready:
             # If the process was suspended past the timeout, Python reports no descriptor even if some are ready. Poll
             # once more, without waiting.
             ready = poller.poll(0)
-        if not ready:
-            return False
         if self._wake_event in ready:
             self._clear()
-        return True
+        return ready
 
     def close(self) -> None:
         """Close the pipe. Repeated calls have no effect."""

@@ -1,4 +1,4 @@
-"""The client's side of the protocol: creates request messages and matches responses to calls. No I/O and no clock.
+"""The client's side of the protocol: creates request messages and matches responses to calls. No I/O.
 
 Several threads may use a `ClientCore`. Only one thread at a time may pass received messages to it; any thread may start
 a call or fail all calls. Because there is no lock, every change of shared state is a single atomic operation.
@@ -11,14 +11,17 @@ import functools
 import itertools
 import os
 from collections import abc
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 import numpy as np
 
 from weightd import arguments, queries
+from weightd.channels.calls import ChannelCalls
+from weightd.channels.requests import ChannelRequests
 from weightd.inputs import UNTYPED_TYPES, NeedsMetadata, to_typed_inputs
-from weightd.pending import PendingCall
+from weightd.pending import PendingCall, VersionOutputs
 from weightd.queries import Query
 from weightd.shm_tensors import MIN_SHARED_BYTES, SharedInput, SharedOutput, ShmTensors, WrongOut
 from weightd_protocol import limits
@@ -32,14 +35,22 @@ from weightd_protocol.errors import (
     WeightdError,
     request_error,
 )
+from weightd_protocol.messages.channels import (
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    RequestAdopted,
+    RequestLost,
+)
 from weightd_protocol.messages.control import ModelMetadataResponse
 from weightd_protocol.messages.inference import Cancel, Error, Infer, InferResponse, Parameters, RequestDescription
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions, Registered, Released
 from weightd_protocol.messages.types import TO_CLIENT, ClientMessage, DaemonMessage
-from weightd_protocol.schema import describe_value, label
+from weightd_protocol.schema import label
 from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_wire
 
 if TYPE_CHECKING:
+    from weightd.channels.calls import ClientChannel
     from weightd.inputs import Inputs
 
 # Number of tracked calls from which on the client removes the entries of calls that their owners have dropped.
@@ -59,18 +70,6 @@ _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 PreparedCall = Tuple[PendingCall, List[Any]]
 
 
-class VersionOutputs(Dict[str, Any]):
-    """Outputs by name of a request that named a model with several versions, but no version.
-
-    Attributes:
-        model: the name of the version that has answered, such as "resnet@2".
-    """
-
-    def __init__(self, outputs: Dict[str, Any], model: str) -> None:
-        super().__init__(outputs)
-        self.model = model
-
-
 class ClientCore:
     """Creates requests and matches responses to calls.
 
@@ -80,6 +79,7 @@ class ClientCore:
         calls: weak references to the calls in progress, by request id. Some entries may refer to calls that their
             owners have dropped. The dictionary is empty if the daemon owes no response.
         shm_tensors: the tensors of requests that are in shared memory.
+        channels: the direct channels, and the calls that use them.
 
     Args:
         tenant: the tenant on whose behalf requests are sent; None for the tenant to which the daemon assigns this
@@ -88,13 +88,15 @@ class ClientCore:
 
     def __init__(self, tenant: Optional[str] = None) -> None:
         self._tenant = None if tenant is None else arguments.parse_name("tenant", tenant)
-        # Ids begin with the process id, which helps to tell clients apart in logs. A process id is not secret.
-        self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
+        # Ids are decimal numbers, as direct channels require. They begin with the process id, which helps to tell
+        # clients apart in logs. A process id is not secret.
+        self._ids: Iterator[str] = map(f"{os.getpid()}{{:012d}}".format, itertools.count(1))
         # Plain weak references, because an entry of a WeakValueDictionary costs more than encoding a small request.
         self.calls: Dict[str, ReferenceType[PendingCall]] = {}
         self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.shm_tensors = ShmTensors(self._next_id)
+        self.channels = ChannelCalls(self.calls, ChannelRequests(self._next_id, self._tenant, monotonic))
         # By model: the signatures that were received over the current connection, and the calls that request a
         # signature.
         self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
@@ -128,19 +130,20 @@ class ClientCore:
         if outputs is not None:
             outputs = arguments.parse_names("outputs", outputs)
         if out is not None:
-            _check_out(out)
+            arguments.check_out(out)
         if priority is not None:
-            _check_priority(priority)
+            arguments.check_priority(priority)
         arrays = _wire_arrays(inputs)
         description = describe_request(model, arrays, outputs)
         if out or description.largest >= MIN_SHARED_BYTES or id(description) in self.shm_tensors.large_outputs:
             parameters = _parameters(timeout, priority, self._tenant)
             return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        return PendingCall(request.id, InferResponse, request), [
-            *_encode_checked(request),
-            *map(frame_of, arrays.values()),
-        ]
+        frames = [*_encode_checked(request), *map(frame_of, arrays.values())]
+        call = PendingCall(request.id, InferResponse, request)
+        if priority is None:
+            call.description_frame = frames[1]
+        return call, frames
 
     def _prepare_shared(
         self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
@@ -251,20 +254,29 @@ class ClientCore:
         tenant = (self._tenant,) if query.takes_tenant else ()
         return call, _encode_checked(query.message_type(call.id, *query.fields, *tenant))
 
-    def on_message(self, frames: Sequence[Any]) -> None:
+    def on_message(  # noqa: C901 - the fast path of all answers
+        self, frames: Sequence[Any], channel: Optional[ClientChannel] = None
+    ) -> None:
         """Process a received message: end the call with the id of the message. Drop a message whose id is unknown.
 
+        Args:
+            frames: the frames of the message.
+            channel: the direct channel on which a worker sent the message; None if the daemon sent it. A worker can
+                end only the calls that were sent on its channel, and that the daemon has not received.
+
         Raises:
-            RemoteProtocolError: the daemon violated the protocol, or sent an error without the id of a call. The caller
-                must close the connection.
+            RemoteProtocolError: the sender violated the protocol, or sent an error without the id of a call. The caller
+                must close the connection or the channel.
         """
         try:
             message = self._decode(frames)
         except RemoteProtocolError as error:
-            self._on_unreadable(error)
+            self._on_unreadable(error, channel)
+            return
+        if channel is not None and not self._owns(channel, message.id):
             return
         if not isinstance(message, InferResponse):
-            self._on_other_message(message)
+            self._on_other_message(message, is_answer=channel is not None)
             return
         call = self.calls.pop(message.id, _no_call)()
         request = None if call is None else call.request
@@ -282,6 +294,8 @@ class ClientCore:
             except InvalidArgument as error:
                 call.fail(_outputs_error(call, error))
             else:
+                if channel is None and call.description_frame is not None:
+                    self.channels.on_relayed_answer(request.description.model_name, call.description_frame)
                 is_same = description.model_name == request.description.model_name
                 call.succeed(outputs if is_same else VersionOutputs(outputs, description.model_name))
         elif call is not None:
@@ -289,26 +303,35 @@ class ClientCore:
         if self.shm_tensors.leases:
             self.shm_tensors.release(message.id, running=message.may_still_write or False)
 
-    def _on_unreadable(self, error: RemoteProtocolError) -> None:
+    def _owns(self, channel: ClientChannel, request_id: str) -> bool:
+        """Return whether the answer to a request is expected on this channel."""
+        call = self.calls.get(request_id, _no_call)()
+        if call is None:
+            self.calls.pop(request_id, None)
+            return not request_id
+        return call.channel is channel
+
+    def _on_unreadable(self, error: RemoteProtocolError, channel: Optional[ClientChannel]) -> None:
         if not error.request_id:
             raise error
-        self._fail_call(error.request_id, error)
+        if channel is None or self._owns(channel, error.request_id):
+            self._fail_call(error.request_id, error)
 
-    def _on_other_message(self, message: DaemonMessage) -> None:
-        """Process a message of any type other than `InferResponse`."""
+    def _on_other_message(self, message: DaemonMessage, *, is_answer: bool) -> None:
+        """Process a message of any type other than `InferResponse`. An answer of a worker can only be an error."""
         if isinstance(message, Error):
-            if not message.id:
-                raise RemoteProtocolError(f"the daemon closed this connection: {message.error}")
-            retry_after_s = None if message.retry_after_us is None else message.retry_after_us / 1e6
-            if not self.shm_tensors.on_refused(message.id):
-                self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
-            self.shm_tensors.release(message.id, running=message.may_still_write or False)
+            self._on_error(message)
             return
+        if is_answer:
+            raise RemoteProtocolError(f"expected an answer on a direct channel, got a {type(message).__name__}")
         if isinstance(message, Released):
             self.shm_tensors.release(message.id)
             return
         if isinstance(message, Registered):
             self.shm_tensors.on_registered(message.id, message.region)
+            return
+        if isinstance(message, (ChannelOpened, ChannelExtended, RequestAdopted, RequestLost, ChannelEnded)):
+            self.channels.on_message(message)
             return
         call = self.calls.pop(message.id, _no_call)()
         if call is not None and type(message) is not call.response_type:
@@ -318,16 +341,25 @@ class ClientCore:
                 self._remember_metadata(call, message)
             call.succeed(message)
 
-    def fail_all(self, kind: Type[WeightdError], text: str) -> None:
-        """Fail all calls in progress with an error of type `kind`, and clear the cached signatures."""
+    def _on_error(self, message: Error) -> None:
+        if not message.id:
+            raise RemoteProtocolError(f"the daemon closed this connection: {message.error}")
+        retry_after_s = None if message.retry_after_us is None else message.retry_after_us / 1e6
+        if not (self.shm_tensors.on_refused(message.id) or self.channels.requests.on_refused(message.id)):
+            self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
+        self.shm_tensors.release(message.id, running=message.may_still_write or False)
+
+    def fail_all(self, kind: Type[WeightdError], text: str, *, on_channels: bool = True) -> None:
+        """Fail all calls in progress with an error of type `kind`, and clear the cached signatures.
+
+        Without `on_channels`, the calls on direct channels go on.
+        """
         self._metadata_by_model.clear()
-        while self.calls:
-            try:
-                _, reference = self.calls.popitem()
-            except KeyError:
-                return
-            call = reference()
-            if call is not None:
+        for request_id in list(self.calls):
+            call = self.calls.get(request_id, _no_call)()
+            if call is not None and call.channel is not None and not on_channels:
+                continue
+            if self.calls.pop(request_id, None) is not None and call is not None:
                 call.fail(kind(text))
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -398,22 +430,6 @@ def _outputs_error(call: PendingCall, error: InvalidArgument) -> WeightdError:
 def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemoteProtocolError:
     text = f"expected a {call.response_type.__name__}, got a {type(message).__name__}"
     return RemoteProtocolError(text, call.id)
-
-
-def _check_priority(priority: Any) -> None:
-    # Check the type before `_parameters` is called, because the cache of `_parameters` cannot tell True from 1.
-    if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
-        raise InvalidArgument(
-            f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
-        )
-
-
-def _check_out(out: Any) -> None:
-    arguments.check_mapping("out", out)
-    for name, array in out.items():
-        if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            found = "a read-only one" if isinstance(array, np.ndarray) else type(array).__name__
-            raise InvalidArgument(f"out: {label(name)}: expected a writable numpy array, got {found}")
 
 
 def _encode_checked(message: ClientMessage) -> List[Any]:

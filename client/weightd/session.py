@@ -11,12 +11,14 @@ from weakref import WeakSet
 
 from weightd import arguments, transport_zmq
 from weightd.address import Address, CurveKeys, NoDaemon, default_addresses, no_daemon_error, parse_address
+from weightd.channels.sockets import ChannelSockets
 from weightd.connection import ConnectSteps, DaemonConnection, NotConnected, unix_connect_steps
 from weightd.pending import PendingCall
 from weightd.protocol_core import ClientCore
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import (
+    Cancelled,
     DeadlineExceeded,
     InvalidArgument,
     PermissionDenied,
@@ -70,6 +72,7 @@ class ClientSession:
         timeout: the default timeout of a call in seconds.
         default_timeout_and_grace: the result of `resolve_timeout` for the default timeout.
         core: the client's side of the protocol: calls in progress and their messages.
+        channels: the sockets of the direct channels.
         connection: the current connection. Before the first connection and after a loss, a closed connection.
         closed: whether the user has closed the client.
         is_forked_copy: True in a process that was forked from the process that created the client.
@@ -91,6 +94,7 @@ class ClientSession:
         self.timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         self.default_timeout_and_grace = self.resolve_timeout(self.timeout)
         self.core = ClientCore(tenant)
+        self.channels = ChannelSockets(self.core.channels, self.core.track, self.core.untrack, self.core.on_message)
         self.connection: DaemonConnection = NotConnected()
         self.protocol_error: Optional[RemoteProtocolError] = None
         self._is_sending = False
@@ -164,6 +168,7 @@ class ClientSession:
     def on_connected(self, connection: DaemonConnection) -> None:
         """Make `connection` the current connection of the session."""
         self.core.shm_tensors.on_connected(can_share=connection.accepts_descriptors)
+        self.core.channels.on_connected(can_open=connection.accepts_descriptors)
         self.connection = connection
 
     def send(self, frames: List[Any], call: Optional[PendingCall] = None) -> int:
@@ -196,10 +201,8 @@ class ClientSession:
                 for message, region in sharing.take_region_messages():
                     connection.send(encode(message), () if region is None else (region.descriptor,))
             all_sent = connection.send(frames)
-            while self._deferred:
-                # If the connection is lost here, the next `receive` reports the loss.
-                with contextlib.suppress(OSError):
-                    connection.send(self._deferred.popleft())
+            if self._deferred or core.channels.requests.ask_at < monotonic():
+                all_sent = self._send_others(connection) and all_sent
         except OSError:
             if call is not None:
                 core.untrack(call)
@@ -212,6 +215,71 @@ class ClientSession:
             self._is_sending = False
         return 0 if all_sent else connection.get_sent_target()
 
+    def _send_others(self, connection: DaemonConnection) -> bool:
+        """Send the deferred cancellations, and ask for direct channels. Return whether all of the messages was sent.
+
+        If the connection is lost here, the next `receive` reports the loss.
+        """
+        all_sent = True
+        with contextlib.suppress(OSError):
+            while self._deferred:
+                all_sent = connection.send(self._deferred.popleft())
+            for message in self.core.channels.requests.take_messages():
+                connection.expect_descriptors(True)
+                all_sent = connection.send(encode(message))
+        return all_sent
+
+    def receive(self) -> None:
+        """Process the messages of the daemon that have arrived, as the reader.
+
+        Raises:
+            WeightdError: one of `CONNECTION_LOST_ERRORS`.
+        """
+        connection, core = self.connection, self.core
+        channels, requests = core.channels, core.channels.requests
+        for message in connection.receive():
+            core.on_message(message.frames)
+            if requests.has_responses:
+                self._open_channels(connection)
+        if channels.notices:
+            for call in self.channels.apply_notices():
+                self._send_again(call)
+
+    def _open_channels(self, connection: DaemonConnection) -> None:
+        """Open the channels that the daemon has granted. It sends the descriptor with the message or before it."""
+        requests = self.core.channels.requests
+        for message in requests.take_opened():
+            descriptor = connection.take_descriptor()
+            if descriptor is None:
+                requests.on_refused(message.id)
+            else:
+                self.channels.open(message, descriptor)
+        connection.expect_descriptors(requests.is_pending)
+
+    def _send_again(self, call: PendingCall) -> None:
+        """Send a request to the daemon that was lost on a channel. `receive` reports a lost connection."""
+        with self.channels.lock:
+            if not self.core.is_tracked(call):
+                return
+            connection = self.connection
+            self._is_sending = True
+            try:
+                if not connection.send(self.channels.take_frames(call)):
+                    connection.get_sent_target()
+                self._send_others(connection)
+            except OSError:
+                connection.mark_broken()
+            finally:
+                self._is_sending = False
+
+    def cancel_on_channel(self, call: PendingCall) -> bool:
+        """Cancel a call on a direct channel, and drop its answer. Return False if the call is on no channel."""
+        if call.channel is None:
+            return False
+        if self.core.calls.pop(call.id, None) is not None:
+            call.fail(Cancelled("the client has cancelled the request"))
+        return True
+
     def drop_connection(self, error: BaseException) -> None:
         """Close the connection and fail all calls in progress with `error`, the reason for closing it."""
         kind = type(error) if isinstance(error, CONNECTION_LOST_ERRORS) else Unavailable
@@ -220,12 +288,14 @@ class ClientSession:
         self._deferred.clear()
         self.protocol_error = error if isinstance(error, RemoteProtocolError) else None
         self.core.shm_tensors.on_disconnected()
-        self.core.fail_all(kind, text)
+        self.core.fail_all(kind, text, on_channels=False)
+        self.channels.on_disconnected()
 
     def mark_closed(self) -> None:
         """Mark the client as closed and fail all calls with `ClientClosed`. The transport closes the connection."""
         self.closed = True
         self.connection.mark_broken()
+        self.core.channels.usable.clear()
         self.core.fail_all(ClientClosed, str(self.unusable_error()))
 
     # --- errors of both clients ---------------------------------------------------------------------------------
@@ -244,9 +314,10 @@ class ClientSession:
         """Return the error for a message that could not be sent before the deadline."""
         return DeadlineExceeded(f"sending to {self.address.text} timed out: the daemon does not read")
 
-    def answer_timeout_error(self) -> DeadlineExceeded:
+    def answer_timeout_error(self, call: PendingCall) -> DeadlineExceeded:
         """Return the error for a response that did not arrive before the deadline."""
-        return DeadlineExceeded(f"request to {self.address.text} timed out: the daemon does not respond")
+        silent = "the daemon does" if call.channel is None else "the workers of the model do"
+        return DeadlineExceeded(f"request to {self.address.text} timed out: {silent} not respond")
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:

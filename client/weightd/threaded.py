@@ -19,12 +19,13 @@ import contextlib
 import math
 import threading
 from time import monotonic
-from typing import Any, Callable, Dict, Generator, List, Optional, cast
+from typing import Any, Generator, Sequence, cast
 
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.pending import PendingCall
 from weightd.polling import Waker
 from weightd.protocol_core import PreparedCall
+from weightd.reader_election import ReaderElection, Waiter
 from weightd.session import BUSY_RETRY_INTERVAL_S, CONNECTION_LOST_ERRORS, ClientSession, extended_deadline
 from weightd_protocol.errors import Unavailable
 
@@ -41,8 +42,9 @@ class ThreadedTransport:
 
     def __init__(self, session: ClientSession) -> None:
         self._session = session
+        self._channels = session.channels
         # Reentrant, because a signal handler may close the client while its thread holds the lock.
-        self._lock = threading.RLock()
+        self._lock = session.channels.lock
         self._changed = threading.Condition(self._lock)
         self._election = ReaderElection()
         try:
@@ -50,6 +52,9 @@ class ThreadedTransport:
         except OSError as error:
             raise Unavailable(f"cannot create a pipe: {error.strerror}") from None
         self._poller = self._waker.make_poller(())
+        # The channels that `_poller` polls.
+        self._polled = self._channels.by_descriptor
+        self._usable = session.core.channels.usable
         self._is_connecting = False
 
     def connect(self, deadline: float) -> None:
@@ -65,6 +70,12 @@ class ThreadedTransport:
         """Send the message of a call, connecting first if necessary. Return when all of the message has been sent."""
         call, frames = prepared
         with self._lock:
+            if (
+                call.description_frame in self._usable
+                and not self._session.closed
+                and self._channels.send(call, frames, deadline)
+            ):
+                return call
             try:
                 target_sent = self._session.send(frames, call)
             except ConnectionLost:
@@ -89,7 +100,7 @@ class ThreadedTransport:
                     if not self._step(deadline):
                         later = extended_deadline(started_at, deadline)
                         if later is None:
-                            raise self._session.answer_timeout_error()
+                            raise self._session.answer_timeout_error(call)
                         deadline = later
             finally:
                 if self._election.step_down():
@@ -112,7 +123,7 @@ class ThreadedTransport:
         """Process the messages that have arrived, unless another thread is the reader."""
         if self._election.try_read():
             try:
-                while not self._session.connection.closed and self._step(0.0):
+                while not self._session.closed and self._step(0.0):
                     pass
             finally:
                 if self._election.step_down():
@@ -125,6 +136,10 @@ class ThreadedTransport:
             return
         deadline = monotonic() + self._session.timeout
         with self._lock:
+            if self._session.cancel_on_channel(call):
+                if self._election.reader:
+                    self._waker.set()
+                return
             try:
                 target_sent: float = self._session.send(self._session.core.cancel_frames(call))
             except ConnectionLost:
@@ -226,8 +241,14 @@ class ThreadedTransport:
         if self._session.closed:
             connection.close()
         else:
-            self._poller = self._waker.make_poller(connection.descriptors)
             self._session.on_connected(connection)
+            if self._election.try_read():
+                self._update_poller()
+                self._election.step_down()
+            else:
+                # The reader waits for answers on direct channels. Let it poll the new connection, too.
+                self._polled = {}
+                self._waker.set()
 
     def _new_connection(self, deadline: float) -> DaemonConnection:
         steps = self._session.connect_steps()
@@ -263,7 +284,7 @@ class ThreadedTransport:
         if self._election.withdraw(waiter):
             return True
         if not waiter.call.done:
-            raise self._session.answer_timeout_error()
+            raise self._session.answer_timeout_error(waiter.call)
         return False
 
     def _read_once(self, deadline: float) -> bool:
@@ -276,19 +297,25 @@ class ThreadedTransport:
 
     def _step(self, deadline: float) -> bool:
         """As the reader, wait for one event and process it. Return False if the deadline passed first."""
+        if self._polled is not self._channels.by_descriptor:
+            self._update_poller()
         connection = self._session.connection
         if connection.is_level_triggered or connection.is_idle():
             poller = self._poller
-            if connection.unsent_count and connection.is_level_triggered:
-                poller = self._waker.make_poller(connection.descriptors, to_write=True)
-            if not self._waker.wait(poller, deadline):
+            if connection.unsent_count and connection.is_level_triggered and not connection.closed:
+                poller = self._waker.make_poller((*connection.descriptors, *self._polled), to_write=True)
+            ready = self._waker.wait(poller, deadline)
+            if not ready:
                 return False
+            if self._polled and self._read_channels(ready):
+                return True
         try:
-            for message in connection.receive():
-                self._session.core.on_message(message.frames)
+            if not connection.closed:
+                self._session.receive()
         except BaseException as error:
             with self._lock:
                 self._session.drop_connection(error)
+                self._update_poller()
                 self._changed.notify_all()
             if not isinstance(error, CONNECTION_LOST_ERRORS):
                 raise
@@ -299,6 +326,27 @@ class ThreadedTransport:
                 self._changed.notify_all()
         return True
 
+    def _read_channels(self, ready: Sequence[Any]) -> bool:
+        """Read the direct channels that are ready. Return whether nothing else is ready."""
+        polled, receive = self._polled, self._channels.receive
+        is_all = True
+        for descriptor, _ in ready:
+            channel = polled.get(descriptor)
+            if channel is None:
+                is_all = False
+            else:
+                receive(channel)
+        return is_all
+
+    def _update_poller(self) -> None:
+        """As the reader or without one, poll the descriptors of the present connection and channels."""
+        with self._lock:
+            self._channels.close_unused()
+            connection = self._session.connection
+            self._polled = self._channels.by_descriptor
+            descriptors = () if connection.closed else connection.descriptors
+            self._poller = self._waker.make_poller((*descriptors, *self._polled))
+
     def _notify_blocked(self) -> None:
         """Wake the threads at `_changed`. If the client is closed, close the connection first.
 
@@ -307,7 +355,10 @@ class ThreadedTransport:
         if self._session.closed and self._election.try_read():
             with self._lock:
                 self._session.connection.close()
-                if not self._is_connecting:
+                self._channels.close_all()
+                if self._is_connecting:
+                    self._waker.set()
+                else:
                     self._waker.close()
             self._election.step_down()
         with self._lock:
@@ -320,131 +371,3 @@ class ThreadedTransport:
             yield
         finally:
             self._changed.acquire()
-
-
-# --- election of the reader ------------------------------------------------------------------------------------------
-
-
-class Waiter:
-    """A thread that waits for the response of a call while another thread is the reader.
-
-    Attributes:
-        call: the call for whose response the thread waits.
-        is_reader: whether this thread has become the reader.
-        thread: the identifier of the thread.
-    """
-
-    __slots__ = ("_lock", "call", "is_reader", "thread")
-
-    def __init__(self, call: PendingCall, thread: int) -> None:
-        self.call = call
-        self.thread = thread
-        self.is_reader = False
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether `wait` would return without sleeping."""
-        return not self._lock.locked()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until another thread calls `wake`, but for at most `seconds`."""
-        self._lock.acquire(timeout=max(0.0, seconds))
-
-    def wake(self) -> None:
-        """End the thread's sleep. If the thread does not sleep yet, its `wait` returns at once.
-
-        Repeated calls have no effect.
-        """
-        try:
-            self._lock.release()
-        except RuntimeError:
-            return
-
-
-class ReaderElection:
-    """Makes one thread at a time the reader. The reader calls `step_down` when it stops reading.
-
-    If no other thread waits, a thread becomes the reader without a lock, by one atomic operation on `reader`.
-
-    Args:
-        current_thread: returns the identifier of the calling thread; default `threading.get_ident`.
-
-    Attributes:
-        reader: a dictionary with the reader's thread identifier under the key None; empty while there is no reader.
-        blocked_count: the number of threads that wait for something other than a response. The reader must notify them
-            when it steps down.
-    """
-
-    def __init__(self, current_thread: Optional[Callable[[], int]] = None) -> None:
-        self.reader: Dict[None, int] = {}
-        self.blocked_count = 0
-        # The function is looked up at run time, not at import, because gevent and eventlet replace
-        # `threading.get_ident`.
-        self._current_thread = threading.get_ident if current_thread is None else current_thread
-        # Protects the list of waiters, and each transfer of the reader's role from one thread to another.
-        self._lock = threading.Lock()
-        self._waiters: List[Waiter] = []
-
-    def try_read(self, *, reentrant: bool = True) -> bool:
-        """Make the calling thread the reader unless another thread is. Return whether the calling thread is the reader.
-
-        If `reentrant` is False and the calling thread was the reader already, return False.
-        """
-        thread = self._current_thread()
-        return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
-
-    @property
-    def is_current_reader(self) -> bool:
-        """Whether the calling thread is the reader."""
-        return self.reader.get(None) == self._current_thread()
-
-    def join(self, call: PendingCall) -> Optional[Waiter]:
-        """Make the calling thread the reader, and return None.
-
-        If another thread is the reader, return a waiter for `call`.
-        """
-        thread = self._current_thread()
-        if self.reader.setdefault(None, thread) == thread:
-            return None
-        waiter = Waiter(call, thread)
-        with self._lock:
-            # First append the waiter, then try to become the reader. `step_down` first gives up the role, then looks
-            # for waiters. With these opposite orders, at least one of the two threads notices the other.
-            self._waiters.append(waiter)
-            if self.reader.setdefault(None, thread) == thread:
-                self._waiters.remove(waiter)
-                return None
-        call.add_done_callback(waiter.wake)
-        return waiter
-
-    def withdraw(self, waiter: Waiter) -> bool:
-        """Remove the waiter. Return whether its thread has become the reader."""
-        with self._lock:
-            if not waiter.is_reader:
-                self._waiters.remove(waiter)
-            return waiter.is_reader
-
-    def step_down(self) -> int:
-        """Stop reading and elect the next reader. Return the number of blocked threads; the caller must notify them."""
-        if not self._waiters:
-            self.reader.clear()
-        # Check again: a thread may have begun to wait after the first check, when it could not become the reader yet.
-        if self._waiters:
-            self._elect_next()
-        return self.blocked_count
-
-    def _elect_next(self) -> None:
-        thread = self._current_thread()
-        with self._lock:
-            if self.reader.setdefault(None, thread) != thread:
-                return
-            for turn in self._waiters:
-                if not turn.call.done:
-                    self._waiters.remove(turn)
-                    self.reader[None] = turn.thread
-                    turn.is_reader = True
-                    turn.wake()
-                    return
-            self.reader.clear()

@@ -51,6 +51,7 @@ class Stream:
             descriptors.
 
     Attributes:
+        accepts_descriptors: as above; it may change at any time.
         descriptors: received file descriptors in the order of arrival. Code that removes one must close it.
         has_more: whether the last read filled its buffer, so that more data may be available.
     """
@@ -67,7 +68,7 @@ class Stream:
         self.frame_reader = frame_reader or FrameReader()
         self.descriptors: Deque[int] = deque()
         self.has_more = False
-        self._accepts_descriptors = accepts_descriptors
+        self.accepts_descriptors = accepts_descriptors
         self._frame_writer = FrameWriter()
         # Small messages that are held back between `cork` and `uncork`; None at other times.
         self._corked: Optional[List[bytes]] = None
@@ -199,7 +200,7 @@ class Stream:
         try:
             if incoming.missing_bytes >= LARGE_BYTES:
                 return self._receive_into_buffer(incoming)
-            if self._accepts_descriptors:
+            if self.accepts_descriptors:
                 data, ancillary, _, _ = self.connection.recvmsg(_CHUNK_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
                 if ancillary:
                     self._collect_descriptors(ancillary)
@@ -214,7 +215,7 @@ class Stream:
 
     def _receive_into_buffer(self, incoming: FrameReader) -> List[Message]:
         """Read the next part of a large frame directly into the frame's buffer."""
-        if self._accepts_descriptors:
+        if self.accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(
                 [incoming.read_buffer()], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )

@@ -17,9 +17,12 @@ from weightd_protocol.messages.channels import DEADLINE_BYTES
 _COUNT = struct.Struct("<I")
 _COUNT_END = DEADLINE_BYTES + _COUNT.size
 
-# Functions that split a request into its deadline and its frames, by the bytes of its framing. The oldest entries are
-# dropped first.
-_KNOWN_LAYOUTS: Dict[bytes, Callable[[bytes], Tuple[Any, ...]]] = {}
+_Layouts = Dict[bytes, Callable[[bytes], Tuple[Any, ...]]]
+
+# Functions that split a request into its deadline and its frames, and an answer into its frames, by the bytes of the
+# framing. The oldest entries are dropped first.
+_KNOWN_LAYOUTS: _Layouts = {}
+_KNOWN_ANSWER_LAYOUTS: _Layouts = {}
 _MAX_KNOWN_LAYOUTS = 1024
 
 
@@ -33,27 +36,41 @@ def split_request(packet: bytes) -> Tuple[int, List[bytes]]:
         # The first byte after the deadline is the number of frames, because the largest number fits into one byte.
         deadline_us, *frames = _KNOWN_LAYOUTS[packet[DEADLINE_BYTES : _COUNT_END + 4 * packet[DEADLINE_BYTES]]](packet)
     except (LookupError, struct.error):
-        return _split_slowly(packet)
+        deadline_us, *frames = _learn_layout(packet, DEADLINE_BYTES, _KNOWN_LAYOUTS)(packet)
     return deadline_us, frames
 
 
-def _split_slowly(packet: bytes) -> Tuple[int, List[bytes]]:
+def split_answer(packet: bytes) -> Tuple[bytes, ...]:
+    """Return the frames of an answer. Unlike a request, it may consist of the envelope alone.
+
+    Raises:
+        RemoteProtocolError: the packet is not exactly one message.
+    """
+    try:
+        return _KNOWN_ANSWER_LAYOUTS[packet[: 4 * (1 + packet[0])]](packet)
+    except (LookupError, struct.error):
+        return _learn_layout(packet, 0, _KNOWN_ANSWER_LAYOUTS)(packet)
+
+
+def _learn_layout(packet: bytes, begin: int, known: _Layouts) -> Callable[[bytes], Tuple[Any, ...]]:
+    """Return the function that splits a packet, whose framing begins at `begin`, and add it to the known layouts."""
     size = len(packet)
-    if not _COUNT_END <= size <= limits.MAX_PACKET_BYTES:
-        raise RemoteProtocolError(f"packet: expected {_COUNT_END} to {limits.MAX_PACKET_BYTES} bytes, got {size}")
-    (count,) = _COUNT.unpack_from(packet, DEADLINE_BYTES)
-    if not limits.MAX_HEADER_FRAMES <= count <= MAX_FRAMES:
-        raise RemoteProtocolError(f"frames: expected {limits.MAX_HEADER_FRAMES} to {MAX_FRAMES} frames, got {count}")
-    begin = _COUNT_END + _COUNT.size * count
-    if begin > size:
+    count_end = begin + _COUNT.size
+    if not count_end <= size <= limits.MAX_PACKET_BYTES:
+        raise RemoteProtocolError(f"packet: expected {count_end} to {limits.MAX_PACKET_BYTES} bytes, got {size}")
+    (count,) = _COUNT.unpack_from(packet, begin)
+    lowest = limits.MAX_HEADER_FRAMES if begin else 1
+    if not lowest <= count <= MAX_FRAMES:
+        raise RemoteProtocolError(f"frames: expected {lowest} to {MAX_FRAMES} frames, got {count}")
+    end = count_end + _COUNT.size * count
+    if end > size:
         raise RemoteProtocolError(f"packet: expected the lengths of {count} frames, got {size} bytes")
-    lengths = struct.unpack_from(f"<{count}I", packet, _COUNT_END)
-    if begin + sum(lengths) != size:
-        raise RemoteProtocolError(f"packet: expected {begin + sum(lengths)} bytes, got {size}")
-    framing = f"{begin - DEADLINE_BYTES}x"
-    unpack = struct.Struct(f"<Q{framing}{''.join([f'{length}s' for length in lengths])}").unpack
-    if len(_KNOWN_LAYOUTS) >= _MAX_KNOWN_LAYOUTS:
-        _KNOWN_LAYOUTS.pop(next(iter(_KNOWN_LAYOUTS)), None)
-    _KNOWN_LAYOUTS[packet[DEADLINE_BYTES:begin]] = unpack
-    deadline_us, *frames = unpack(packet)
-    return deadline_us, frames
+    lengths = struct.unpack_from(f"<{count}I", packet, count_end)
+    if end + sum(lengths) != size:
+        raise RemoteProtocolError(f"packet: expected {end + sum(lengths)} bytes, got {size}")
+    deadline = "Q" if begin else ""
+    unpack = struct.Struct(f"<{deadline}{end - begin}x{''.join([f'{length}s' for length in lengths])}").unpack
+    if len(known) >= _MAX_KNOWN_LAYOUTS:
+        known.pop(next(iter(known)), None)
+    known[packet[begin:end]] = unpack
+    return unpack

@@ -28,6 +28,7 @@ import msgpack
 from testkit import users
 from weightd import Client, Pending, RequestError, WeightdError
 from weightd import session as client_session
+from weightd.channels.calls import ClientChannel
 from weightd.pending import PendingCall
 from weightd.protocol_core import ClientCore
 from weightd.protocol_core import PreparedCall as Asking
@@ -92,11 +93,11 @@ class _CountingCore(ClientCore):
         self.last = asking[0].id
         return asking
 
-    def on_message(self, frames: Sequence[Any]) -> None:
+    def on_message(self, frames: Sequence[Any], channel: ClientChannel | None = None) -> None:
         header = msgpack.unpackb(frames[0])
         if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
-        super().on_message(frames)
+        super().on_message(frames, channel)
 
     def track(self, call: PendingCall, frames: list[Any]) -> list[Any]:
         frames = super().track(call, frames)
@@ -113,8 +114,8 @@ class _CountingCore(ClientCore):
         self._others.add(given)
         return given
 
-    def fail_all(self, kind: type[WeightdError], text: str) -> None:
-        super().fail_all(kind, text)
+    def fail_all(self, kind: type[WeightdError], text: str, *, on_channels: bool = True) -> None:
+        super().fail_all(kind, text, on_channels=on_channels)
         self.ledger.lost()
 
 

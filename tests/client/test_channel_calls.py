@@ -2,178 +2,310 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import List
+from typing import Dict, List, Optional
+from weakref import ReferenceType, ref
 
 import pytest
 
-from weightd.channel_calls import (
-    CALL_TRANSITIONS,
-    PENDING,
-    Action,
-    CallEvent,
-    CallState,
-    ChannelCalls,
-    ClientChannel,
-    Fail,
-    SendToDaemon,
+from weightd.channels.calls import ChannelCalls, ClientChannel, Notice
+from weightd.channels.requests import MAX_OPEN_CHANNELS, ChannelRequests
+from weightd.pending import PendingCall
+from weightd_protocol import limits
+from weightd_protocol.messages.channels import (
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    OpenChannel,
+    RequestAdopted,
+    RequestLost,
 )
-from weightd_common.channels.messages import Adopted, Ended, Granted, Lost, Notice, Refilled
+from weightd_protocol.messages.inference import InferResponse
+
+_PACKET = bytes(10)
+
+
+class Clock:
+    """A clock that stands still."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Calls(ChannelCalls):
+    """The calls of a test, whose owners keep them."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.tracked: Dict[str, ReferenceType[PendingCall]] = {}
+        self.sent: Dict[str, PendingCall] = {}
+        ids = iter(map(str, range(100, 200)))
+        super().__init__(self.tracked, ChannelRequests(lambda: next(ids), None, self.clock))
+        self.on_connected(can_open=True)
+
+    def answer(self, model: str = "m", count: int = 1, description: bytes = b"d") -> None:
+        """The daemon answers requests."""
+        for _ in range(count):
+            self.on_relayed_answer(model, description)
+
+    def open(self, model: str = "m", max_requests: int = 3, max_bytes: int = 100) -> ClientChannel:
+        """Get a channel on which requests with the description `d` may be sent."""
+        self.answer(model, 3)
+        [request] = self.requests.take_messages()
+        channel = self.add(ChannelOpened(request.id, max_requests, max_bytes, 50_000_000), "end")
+        assert channel is not None
+        self.answer(model)
+        return channel
+
+    def send(self, channel: Optional[ClientChannel], *names: str) -> None:
+        """Send requests on a channel, or to the daemon."""
+        for name in names:
+            call = self.sent[name] = PendingCall(name, InferResponse)
+            self.tracked[name] = ref(call)
+            if channel is not None:
+                self.on_sending(channel, call, _PACKET)
+
+    def notice(self, *notices: Notice) -> List[str]:
+        """Apply notices; return the calls to send again."""
+        for each in notices:
+            self.on_message(each)
+        return [call.id for call in self.apply_notices().calls]
+
+    def ids_on(self, channel: ClientChannel) -> List[str]:
+        """Return the calls that are on a channel."""
+        return [name for name, call in self.sent.items() if call.channel is channel]
 
 
 @pytest.fixture
-def calls() -> ChannelCalls:
-    calls = ChannelCalls()
-    calls.on_notice(Granted(7, 3, 100, 50.0))
-    return calls
+def calls() -> Calls:
+    return Calls()
 
 
-def channel_of(calls: ChannelCalls) -> ClientChannel:
-    channel = calls.usable_channel(1, 0.0)
-    assert channel is not None
-    return channel
+# --- opening ---------------------------------------------------------------------------------------------------------
 
 
-def send(calls: ChannelCalls, *requests: int) -> ClientChannel:
-    channel = channel_of(calls)
-    for request in requests:
-        calls.on_sent(channel, request, 10)
-    return channel
+def test_asks_once_for_a_channel_after_three_answers(calls: Calls) -> None:
+    calls.answer(count=2)
+    assert calls.requests.ask_at > 0
+    calls.answer(count=5)
+    assert calls.requests.ask_at < 0
+    assert calls.requests.take_messages() == [OpenChannel("100", "m")]
+    calls.answer(count=5)
+    assert calls.requests.take_messages() == []
 
 
-def notice(calls: ChannelCalls, *notices: Notice) -> List[Action]:
-    for each in notices:
-        calls.on_notice(each)
-    return calls.on_channel_read()
+def test_counts_the_answers_of_each_model(calls: Calls) -> None:
+    calls.answer("a", 2)
+    calls.answer("b", 2)
+    assert calls.requests.take_messages() == []
+
+
+def test_a_refused_channel_is_requested_again_after_a_pause(calls: Calls) -> None:
+    calls.answer(count=3)
+    [request] = calls.requests.take_messages()
+    calls.clock.now = 3.0
+    assert calls.requests.on_refused(request.id)
+    assert not calls.requests.on_refused(request.id)
+    calls.answer(count=3)
+    assert calls.requests.ask_at == 8.0
+    calls.clock.now = 7.9
+    assert calls.requests.take_messages() == []
+    calls.clock.now = 8.0
+    assert [each.model_name for each in calls.requests.take_messages()] == ["m"]
+
+
+def test_an_ended_channel_is_requested_again_after_a_pause(calls: Calls) -> None:
+    channel = calls.open()
+    calls.clock.now = 3.0
+    calls.notice(ChannelEnded(channel.id))
+    assert calls.usable == {}
+    assert channel.id not in calls.channels
+    calls.answer(count=3)
+    assert calls.requests.ask_at == 8.0
+
+
+def test_a_client_has_a_limited_number_of_channels(calls: Calls) -> None:
+    channels = [calls.open(f"m{number}") for number in range(MAX_OPEN_CHANNELS)]
+    calls.answer("last", 9)
+    assert calls.requests.take_messages() == []
+    calls.notice(ChannelEnded(channels[0].id))
+    assert [each.model_name for each in calls.requests.take_messages()] == ["last"]
+
+
+def test_requests_for_channels_count_as_channels(calls: Calls) -> None:
+    for number in range(MAX_OPEN_CHANNELS + 1):
+        calls.answer(f"m{number}", 3)
+    assert len(calls.requests.take_messages()) == MAX_OPEN_CHANNELS
+
+
+def test_counts_the_answers_of_a_limited_number_of_models(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightd.channels.requests._MAX_COUNTED_MODELS", 3)
+    channel = calls.open("a")
+    calls.answer("b", 3)
+    for number in range(9):
+        calls.answer(f"m{number}")
+    assert len(calls.requests._models) <= 3  # pyright: ignore[reportPrivateUsage]
+    assert calls.usable == {b"d": channel}
+    assert [each.model_name for each in calls.requests.take_messages()] == ["b"]
+
+
+def test_an_unwanted_channel_is_not_taken(calls: Calls) -> None:
+    assert calls.add(ChannelOpened("7", 1, 1, 1), "end") is None
+
+
+def test_without_descriptors_no_channel_is_requested(calls: Calls) -> None:
+    calls.on_connected(can_open=False)
+    calls.answer(count=9)
+    assert calls.requests.take_messages() == []
+
+
+# --- sending ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_request_of_a_description_goes_to_the_daemon(calls: Calls) -> None:
+    channel = calls.open()
+    assert calls.usable == {b"d": channel}
+    calls.answer(description=b"e")
+    assert calls.usable == {b"d": channel, b"e": channel}
+
+
+def test_a_channel_has_a_limited_number_of_descriptions(calls: Calls) -> None:
+    calls.open()
+    for number in range(2 * limits.MAX_CHANNEL_DESCRIPTIONS):
+        calls.answer(description=b"%d" % number)
+    assert len(calls.usable) == limits.MAX_CHANNEL_DESCRIPTIONS
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "now", "is_usable"), [(100, 0.0, True), (101, 0.0, False), (1, 49.96, False), (1, 49.94, True)]
+    ("nbytes", "now", "is_accepted"),
+    [(100, 0.0, True), (101, 0.0, False), (1, 49.96, False), (1, 49.94, True), (2**17 + 1, 0.0, False)],
 )
-def test_bytes_and_expiry_limit_the_channel(calls: ChannelCalls, nbytes: int, now: float, is_usable: bool) -> None:
-    assert (calls.usable_channel(nbytes, now) is not None) == is_usable
+def test_bytes_and_expiry_limit_a_channel(calls: Calls, nbytes: int, now: float, is_accepted: bool) -> None:
+    max_bytes = 100 if nbytes < 1000 else 2**20
+    assert calls.open(max_bytes=max_bytes).accepts(nbytes, now) == is_accepted
 
 
-def test_requests_beyond_the_credits_go_to_the_daemon(calls: ChannelCalls) -> None:
-    send(calls, 1, 2, 3)
-    assert calls.usable_channel(1, 0.0) is None
-    notice(calls, Refilled(6, 9, 900, 60.0))
-    assert calls.usable_channel(1, 0.0) is None
-    notice(calls, Refilled(7, 4, 200, 60.0))
-    send(calls, 4)
-    assert calls.usable_channel(1, 0.0) is None
+def test_sent_requests_and_bytes_count(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1", "2")
+    assert channel.accepts(80, 0.0)
+    assert not channel.accepts(81, 0.0)
+    calls.send(channel, "3")
+    assert not channel.accepts(1, 0.0)
+    calls.on_message(ChannelExtended("7", 9, 900, 60_000_000))
+    assert not channel.accepts(1, 0.0)
+    calls.on_message(ChannelExtended(channel.id, 4, 200, 60_000_000))
+    assert channel.accepts(1, 59.0)
 
 
-def test_sent_bytes_count(calls: ChannelCalls) -> None:
-    calls.on_sent(channel_of(calls), 1, 95)
-    assert calls.usable_channel(5, 0.0) is not None
-    assert calls.usable_channel(6, 0.0) is None
+def test_a_request_that_was_not_sent_does_not_count(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1")
+    assert calls.on_not_sent(channel, calls.sent["1"])
+    assert (channel.sent_requests, channel.sent_bytes, calls.ids_on(channel)) == (0, 0, [])
 
 
-def test_an_ended_channel_takes_no_requests_and_leaves_no_state(calls: ChannelCalls) -> None:
-    assert calls.on_channel_end(7) == []
-    assert calls.usable_channel(1, 0.0) is None
-    for serial in (8, 9):
-        notice(calls, Granted(serial, 3, 100, 50.0))
-        notice(calls, Ended(serial, may_have_run=False))
-        assert calls.usable_channel(1, 0.0) is None
-        assert calls.on_channel_end(serial) == []
-    notice(calls, Ended(7, may_have_run=False))
-    assert (calls._reported, calls._read_to_end, calls._sent_on, calls.states) == (set(), set(), {}, {})
+def test_a_request_that_was_sent_again_is_not_sent_a_third_time(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1")
+    assert calls.notice(ChannelEnded(channel.id)) == ["1"]
+    assert not calls.on_not_sent(channel, calls.sent["1"])
 
 
-def test_a_lost_daemon_leaves_no_state(calls: ChannelCalls) -> None:
-    calls.on_channel_end(7)
-    calls.on_daemon_lost()
-    assert (calls._reported, calls._read_to_end) == (set(), set())
+def test_a_revoked_channel_accepts_no_description(calls: Calls) -> None:
+    channel = calls.open()
+    calls.stop_sending(channel)
+    calls.answer()
+    assert calls.usable == {}
 
 
-def test_without_a_channel_requests_go_to_the_daemon() -> None:
-    assert ChannelCalls().usable_channel(1, 0.0) is None
+# --- notices ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_revoked_channel_takes_no_more_requests_but_answers(calls: ChannelCalls) -> None:
-    channel = send(calls, 1)
-    calls.on_unwritable(channel)
-    assert calls.usable_channel(1, 0.0) is None
-    assert calls.on_answer(1, is_from_daemon=False)
-    assert calls.states == {}
+def test_an_adopted_request_is_not_sent_again(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1")
+    assert calls.notice(RequestAdopted("1", channel.id), RequestLost("1", channel.id)) == []
+    assert calls.ids_on(channel) == []
+    assert calls.sent["1"].packet is None
 
 
-@pytest.mark.parametrize("is_from_daemon", [True, False])
-def test_a_second_answer_is_dropped(calls: ChannelCalls, is_from_daemon: bool) -> None:
-    send(calls, 1)
-    assert calls.on_answer(1, is_from_daemon=is_from_daemon)
-    assert not calls.on_answer(1, is_from_daemon=False)
-    assert not calls.on_answer(1, is_from_daemon=True)
+def test_a_lost_request_is_sent_again_once(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1", "2")
+    lost = RequestLost("1", channel.id)
+    assert calls.notice(lost, lost) == ["1"]
+    assert calls.ids_on(channel) == ["2"]
+    assert calls.sent["1"].packet == _PACKET
 
 
-def test_an_adopted_request_is_answered_by_the_daemon_only(calls: ChannelCalls) -> None:
-    send(calls, 1)
-    assert notice(calls, Adopted(7, 1), Lost(7, 1, may_have_run=False)) == []
-    assert not calls.on_answer(1, is_from_daemon=False)
-    assert calls.on_answer(1, is_from_daemon=True)
+def test_a_notice_about_another_channel_has_no_effect(calls: Calls) -> None:
+    first, second = calls.open("a"), calls.open("b")
+    calls.send(first, "1")
+    assert calls.notice(RequestLost("1", second.id), RequestLost("1", "7"), ChannelEnded("7")) == []
+    assert calls.ids_on(first) == ["1"]
 
 
-def test_a_lost_request_that_has_not_run_is_sent_once_more(calls: ChannelCalls) -> None:
-    send(calls, 1, 2)
-    lost = Lost(7, 1, may_have_run=False)
-    assert notice(calls, lost, lost) == [SendToDaemon(1)]
-    assert calls.states == {1: CallState.RELAYED, 2: CallState.QUEUED}
+def test_an_answered_request_is_not_sent_again(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1", "2", "3")
+    calls.on_message(RequestLost("1", channel.id))
+    calls.on_message(ChannelEnded(channel.id))
+    del calls.tracked["1"], calls.tracked["2"]
+    assert [each.id for each in calls.apply_notices().calls] == ["3"]
 
 
-def test_a_lost_request_that_may_have_run_fails(calls: ChannelCalls) -> None:
-    send(calls, 1)
-    assert notice(calls, Lost(7, 1, may_have_run=True)) == [Fail(1)]
-    assert not calls.on_answer(1, is_from_daemon=False)
+def test_the_end_of_a_channel_is_for_its_calls_only(calls: Calls) -> None:
+    first, second = calls.open("a"), calls.open("b")
+    calls.send(first, "1")
+    calls.send(second, "2")
+    calls.send(None, "3")
+    assert calls.on_end(first) == []
+    assert calls.notice(ChannelEnded(first.id)) == ["1"]
+    assert calls.ids_on(second) == ["2"]
 
 
-def test_an_answer_that_was_sent_before_a_notice_counts(calls: ChannelCalls) -> None:
-    send(calls, 1, 2)
-    calls.on_notice(Lost(7, 1, may_have_run=True))
-    calls.on_notice(Ended(7, may_have_run=False))
-    assert calls.on_answer(1, is_from_daemon=False)
-    assert calls.on_channel_read() == [SendToDaemon(2)]
+# --- the connection --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("may_have_run", "action"), [(True, Fail(1)), (False, SendToDaemon(1))])
-def test_the_end_of_a_channel_ends_its_calls(calls: ChannelCalls, may_have_run: bool, action: Action) -> None:
-    send(calls, 1)
-    calls.on_notice(Granted(8, 3, 100, 50.0))
-    send(calls, 2)
-    assert calls.on_channel_end(7) == []
-    assert notice(calls, Ended(7, may_have_run)) == [action]
-    assert calls.states[2] is CallState.QUEUED
-    assert channel_of(calls).serial == 8
+def test_calls_on_a_channel_outlive_the_daemon(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1")
+    assert calls.on_disconnected() == []
+    assert calls.usable == {b"d": channel}
+    assert [each.id for each in calls.on_end(channel)] == ["1"]
+    assert (calls.usable, calls.channels, calls.tracked) == ({}, {}, {})
 
 
-def test_calls_on_a_channel_outlive_the_daemon(calls: ChannelCalls) -> None:
-    send(calls, 1, 2)
-    calls.on_sent_to_daemon(3)
-    assert calls.on_daemon_lost() == [Fail(3)]
-    assert channel_of(calls).serial == 7
-    assert calls.on_answer(1, is_from_daemon=False)
-    assert calls.on_channel_end(7) == [Fail(2)]
-    assert calls.usable_channel(1, 0.0) is None
+def test_a_channel_that_has_ended_fails_with_the_connection(calls: Calls) -> None:
+    channel = calls.open()
+    calls.send(channel, "1")
+    assert calls.on_end(channel) == []
+    assert [each.id for each in calls.on_disconnected()] == ["1"]
+    assert calls.on_disconnected() == []
 
 
-def test_a_channel_read_to_its_end_fails_when_the_daemon_is_lost(calls: ChannelCalls) -> None:
-    send(calls, 1)
-    assert calls.on_channel_end(7) == []
-    assert calls.on_daemon_lost() == [Fail(1)]
-    assert calls.on_daemon_lost() == []
+def test_a_new_connection_does_not_use_earlier_channels(calls: Calls) -> None:
+    owing, idle = calls.open("a"), calls.open("b")
+    calls.send(owing, "1")
+    calls.on_disconnected()
+    calls.on_connected(can_open=True)
+    assert calls.usable == {}
+    assert calls.take_unused() == [idle]
+    assert calls.take_unused() == []
+    assert [*calls.channels.values()] == [owing]
+    channel = calls.open("a")
+    assert calls.usable == {b"d": channel}
 
 
-def test_an_answer_after_the_timeout_is_dropped(calls: ChannelCalls) -> None:
-    send(calls, 1)
-    assert calls.on_timeout(1) == [Fail(1)]
-    assert calls.on_timeout(1) == []
-    assert not calls.on_answer(1, is_from_daemon=False)
-    assert notice(calls, Lost(7, 1, may_have_run=False), Ended(7, may_have_run=False)) == []
-
-
-def test_the_table_ends_each_call_once() -> None:
-    for state, event in itertools.product(CallState, CallEvent):
-        assert ((state, event) in CALL_TRANSITIONS) <= (state in PENDING)
-    assert {CALL_TRANSITIONS[state, CallEvent.TIME_OUT] for state in PENDING} == {CallState.FAILED}
-    assert (CallState.RELAYED, CallEvent.NOT_RUN) not in CALL_TRANSITIONS
+def test_a_lost_connection_forgets_what_was_wanted(calls: Calls) -> None:
+    calls.answer("a", 3)
+    calls.requests.take_messages()
+    calls.answer("b", 3)
+    calls.on_message(ChannelOpened("100", 1, 1, 1))
+    calls.on_connected(can_open=True)
+    assert calls.requests.take_messages() == []
+    assert calls.requests.take_opened() == []
+    assert not calls.requests.is_pending
+    assert calls.add(ChannelOpened("100", 1, 1, 1), "end") is None

@@ -17,7 +17,7 @@ from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, DeadlineExceeded
 from weightd.pending import PendingCall
 from weightd.polling import READ, WRITE, SelectPoller, new_poller
-from weightd.threaded import ReaderElection
+from weightd.reader_election import ReaderElection
 from weightd_protocol.messages.control import ReadyResponse
 
 # Above 64 KiB, where ZeroMQ frames are not copied.

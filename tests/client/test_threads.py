@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo, silent
 from weightd import Client, ClientClosed, DeadlineExceeded, Unavailable, WeightdError
 from weightd.pending import PendingCall
+from weightd.reader_election import ReaderElection, Waiter
 from weightd.session import ClientSession
-from weightd.threaded import ReaderElection, Waiter
 from weightd_protocol.messages.control import ReadyResponse
 from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.types import ClientMessage

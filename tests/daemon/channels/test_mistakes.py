@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from weightd.channel_calls import Action, CallEvent, ChannelCalls, SendToDaemon
-from weightd_common.channels.messages import HandedOver, Notice
+from weightd.channels.calls import ChannelCalls, ChannelMessage, ClientChannel, LostCalls
+from weightd.pending import PendingCall
+from weightd_common.channels.messages import HandedOver
 from weightd_common.channels.pages import BASE, STAGE, STAGE_IDLE, START, USED
 from weightd_daemon.channels.states import ChannelEvent, ChannelState
 from weightd_daemon.channels.table import ChannelTable, DirectChannel
+from weightd_protocol.messages.channels import ChannelEnded, RequestAdopted
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.row import Row
 from weightd_worker.channels.session import ChannelSession
@@ -20,22 +22,23 @@ from weightd_worker.channels.session import ChannelSession
 from .device import Device, Source
 from .kernel import View
 from .test_channel_model import ChannelMachine, play
-from .world import Client, Daemon, Worker, World
+from .world import Answer, Client, Daemon, Worker, World
 
 _SEEDS = 1500
 
 
-def machine_with(
+def machine_with(  # noqa: PLR0917
     session: type[ChannelSession] = ChannelSession,
     scheduler: type[PullScheduler] = PullScheduler,
     table: type[ChannelTable] = ChannelTable,
     calls: type[ChannelCalls] = ChannelCalls,
     daemon: type[Daemon] = Daemon,
+    client: type[Client] = Client,
     is_exclusive: bool = False,
 ) -> type[ChannelMachine]:
     """Return a machine whose processes use other classes."""
     worker_type = type("", (Worker,), {"session_type": session, "scheduler_type": scheduler})
-    client_type = type("", (Client,), {"calls_type": calls})
+    client_type = type("", (client,), {"calls_type": calls})
     daemon_type = type("", (daemon,), {"table_type": table})
     attributes = {
         "worker_type": worker_type,
@@ -138,16 +141,13 @@ def test_finds_last_messages_that_are_not_read() -> None:
 class CredulousCalls(ChannelCalls):
     """Believes that a request is lost although the daemon has adopted it."""
 
-    def _is_queued(self, request: int, serial: int) -> bool:
-        return request in self.states
-
-    def _advance(self, request: int, event: CallEvent) -> None:
-        if event is not CallEvent.NOT_RUN:
-            super()._advance(request, event)
+    def on_message(self, message: ChannelMessage) -> None:
+        if not isinstance(message, RequestAdopted):
+            super().on_message(message)
 
 
 def test_finds_an_adopted_request_that_is_sent_again() -> None:
-    assert_found(machine_with(calls=CredulousCalls), "runs twice")
+    assert_found(machine_with(calls=CredulousCalls), "is sent again although the daemon has it")
 
 
 class LateRow(Row):
@@ -164,58 +164,71 @@ class LateSession(ChannelSession):
 
 
 def test_finds_a_stage_that_is_stored_too_late() -> None:
-    assert_found(machine_with(session=LateSession), "runs twice")
+    assert_found(machine_with(session=LateSession), "has run, and the daemon reports that it has not")
 
 
-class RepeatingCalls(ChannelCalls):
-    """Sends a request again that may have run."""
+class HastyCalls(ChannelCalls):
+    """Sends requests again at the end of a channel, before the daemon has reported it."""
 
-    def _give_up(self, request: int, may_have_run: bool) -> Action:
-        self._advance(request, CallEvent.NOT_RUN)
-        return SendToDaemon(request)
+    def on_end(self, channel: ClientChannel) -> list[PendingCall]:
+        self.on_message(ChannelEnded(channel.id))
+        return super().on_end(channel)
 
 
-def test_finds_a_repeated_request_that_may_have_run() -> None:
-    assert_found(machine_with(calls=RepeatingCalls), "runs twice|error of a request that has not")
+def test_finds_a_request_that_is_sent_again_too_early() -> None:
+    assert_found(machine_with(calls=HastyCalls), "was not reported lost|although the daemon has it")
 
 
 class ImpatientCalls(ChannelCalls):
     """Applies a notice before the channel has been read."""
 
-    def on_notice(self, notice: Notice) -> None:
-        super().on_notice(notice)
-        self._early = self.on_channel_read()
+    def on_message(self, message: ChannelMessage) -> None:
+        super().on_message(message)
+        self._early = super().apply_notices()
 
-    def on_channel_read(self) -> list[Action]:
-        early, self._early = getattr(self, "_early", []), []
-        return early + super().on_channel_read()
+    def apply_notices(self) -> LostCalls:
+        return self._early
 
 
 def test_finds_a_notice_that_overtakes_answers() -> None:
-    assert_found(machine_with(calls=ImpatientCalls), "runs twice")
+    assert_found(machine_with(calls=ImpatientCalls), "is sent again although it was answered")
 
 
-class AcceptingCalls(ChannelCalls):
-    """Takes every answer, also after the call has ended."""
+class AcceptingClient(Client):
+    """Takes every answer of a worker, also after the daemon has the request."""
 
-    def on_answer(self, request: int, *, is_from_daemon: bool) -> bool:
-        super().on_answer(request, is_from_daemon=is_from_daemon)
-        return True
+    def on_answer(self, answer: Answer, channel: ClientChannel | None) -> None:
+        super().on_answer(answer, channel)
+        if channel is not None and self.world.outcomes[self.name, answer.request]:
+            self.world.settle(self.name, answer.request, answer.outcome)
 
 
 def test_finds_a_second_end_of_a_call() -> None:
-    assert_found(machine_with(calls=AcceptingCalls), "ends twice")
+    assert_found(machine_with(client=AcceptingClient), "ends twice")
 
 
-class GloomyCalls(ChannelCalls):
-    """Fails requests that have not run."""
+class GloomyClient(Client):
+    """Fails requests that the daemon has reported as lost."""
 
-    def _give_up(self, request: int, may_have_run: bool) -> Action:
-        return super()._give_up(request, may_have_run=True)
+    def send_again(self, calls: list[PendingCall]) -> None:
+        for call in calls:
+            del self.tracked[call.id]
+        self.fail(calls)
 
 
-def test_finds_a_wrong_error() -> None:
-    assert_found(machine_with(calls=GloomyCalls), "has not run, and its client got the error of one that may have")
+def test_finds_a_failed_call_that_could_be_repeated() -> None:
+    assert_found(machine_with(client=GloomyClient), "fails beside a daemon")
+
+
+class ForgetfulCalls(ChannelCalls):
+    """Takes a channel of an earlier connection for one of the present connection."""
+
+    def on_disconnected(self) -> list[PendingCall]:
+        return []
+
+
+def test_finds_calls_on_a_channel_that_no_daemon_reports() -> None:
+    assert_found(machine_with(calls=ForgetfulCalls), "has no end")
 
 
 # --- credits, ends, accounts ----------------------------------------------------------------------------------------

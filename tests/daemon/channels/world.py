@@ -7,11 +7,24 @@ between different pairs of processes they are delayed and reordered, because eac
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from weightd.channel_calls import ChannelCalls, Fail, SendToDaemon
-from weightd_common.channels.messages import OVERDRAWN, AddChannel, Released
+from weightd.channels.calls import ChannelCalls, ClientChannel
+from weightd.channels.requests import ChannelRequests
+from weightd.pending import PendingCall
+from weightd_common.channels.messages import (
+    OVERDRAWN,
+    AddChannel,
+    Adopted,
+    Ended,
+    Granted,
+    Lost,
+    Notice,
+    Refilled,
+    Released,
+)
 from weightd_common.channels.pages import BYTES, ENDED, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
@@ -26,6 +39,14 @@ from weightd_daemon.channels.table import (
     ReplaceWorker,
     ShutDown,
 )
+from weightd_protocol.messages.channels import (
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    RequestAdopted,
+    RequestLost,
+)
+from weightd_protocol.messages.inference import InferResponse
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.session import ChannelSession
 
@@ -37,6 +58,8 @@ MAX_WORKERS = 4
 TENANTS = (0, 1, 2)
 LIFETIME_S = 100.0
 NBYTES = 10
+PACKET = bytes(NBYTES)
+DESCRIPTION = b"all requests have this description"
 
 
 RUNNABLE = "runnable"
@@ -137,6 +160,7 @@ class Daemon(Process):
         world = self.world
         self.operate()
         if isinstance(action, Notify):
+            world.on_notice(action.client, action.notice)
             if (client := world.clients.get(action.client)) is not None and client.daemon is self:
                 client.inbox.append(action.notice)
         elif isinstance(action, Order):
@@ -355,7 +379,7 @@ class Worker(Process):
             if reason or message.kind == REFUSED:
                 yield from self.hand_over(session, channel, reason or "quarantined")
             elif message.kind == LATE:
-                yield from self.answer(session, channel, Answer(message.request, "rejected"))
+                yield from self.answer(session, channel, message, "rejected")
             else:
                 yield from self.run(session, channel, message)
 
@@ -369,21 +393,26 @@ class Worker(Process):
         self.close(session.on_handed_over(channel))
 
     def run(self, session: ChannelSession, channel: PulledChannel, message: Message) -> Iterator[None]:
-        self.world.started.add((message.client, message.request))
+        key = message.client, message.request
+        assert key not in self.world.resent or self.world.has_corruption, "a lost request runs on its channel"
         session.run(self.world.now)
         self.operate()
         self.world.run(message.client, message.request)
+        self.world.started.add(key)
         self.world.on_channel_run(self, channel.serial)
         yield
         session.on_result(channel, 0.01)
-        yield from self.answer(session, channel, Answer(message.request))
+        yield from self.answer(session, channel, message, "answer")
 
-    def answer(self, session: ChannelSession, channel: PulledChannel, answer: Answer) -> Iterator[None]:
+    def answer(self, session: ChannelSession, channel: PulledChannel, message: Message, outcome: str) -> Iterator[None]:
         yield
         self.operate()
         assert channel.serial not in self.world.closed, "an answer after the end of the channel was confirmed"
-        if self.world.pairs[channel.serial].worker_send(answer) is Result.FULL:
+        result = self.world.pairs[channel.serial].worker_send(Answer(message.request, outcome))
+        if result is Result.FULL:
             self.send(session.drop_answer(channel))
+        elif result is None:
+            self.world.answered.add((message.client, message.request))
         yield
         session.on_answered(channel)
 
@@ -406,76 +435,116 @@ class Client(Process):
         super().__init__(world, name)
         self.tenant = tenant
         self.is_greedy = is_greedy
-        self.calls = self.calls_type()
         self.inbox: collections.deque[Any] = collections.deque()
         self.outbox: collections.deque[Infer] = collections.deque()
         self.pairs: list[int] = []
         self.daemon: Daemon | None = world.daemon
         self.count = 0
+        # The calls without an answer, as their owners hold them, and as the client knows them.
+        self.pending: dict[int, PendingCall] = {}
+        self.tracked: dict[str, weakref.ref[PendingCall]] = {}
+        self.requests = ChannelRequests(lambda: "", None, lambda: world.now)
+        self.calls = self.calls_type(self.tracked, self.requests)
+        self.calls.on_connected(can_open=True)
 
     def submit(self, kind: str) -> None:
         self.count += 1
-        request, world = self.count, self.world
-        world.outcomes[self.name, request] = None
-        channel = self.calls.channel if self.is_greedy else self.calls.usable_channel(NBYTES, world.now)
-        if channel is not None:
-            self.operate()
-            pair = world.pairs[channel.serial]
-            result = pair.client_send(Message(self.name, request, kind))
-            if result is None:
-                world.wake(channel.serial)
-                self.calls.on_sent(channel, request, NBYTES)
-                if channel.sent_requests > channel.request_limit:
-                    world.greedy.add(channel.serial)
-                return
-            if result is not Result.FULL:
-                self.calls.on_unwritable(channel)
-        if self.daemon is None:
-            world.settle(self.name, request, "not run")
+        request = self.count
+        self.world.outcomes[self.name, request] = None
+        call = self.pending[request] = PendingCall(str(request), InferResponse)
+        self.tracked[call.id] = weakref.ref(call)
+        channel = self.channel()
+        if channel is not None and self.send_on(channel, call, Message(self.name, request, kind)):
             return
+        if self.daemon is None:
+            self.connect()
         self.operate()
         self.outbox.append(Infer(request))
-        self.calls.on_sent_to_daemon(request)
+
+    def channel(self) -> ClientChannel | None:
+        """Return the channel on which the next request is sent."""
+        if self.is_greedy:
+            return next(reversed(self.calls.channels.values()), None)
+        channel = self.calls.usable.get(DESCRIPTION)
+        return channel if channel is not None and channel.accepts(NBYTES, self.world.now) else None
+
+    def send_on(self, channel: ClientChannel, call: PendingCall, message: Message) -> bool:
+        """Send a request on a channel; return whether the channel has it."""
+        self.operate()
+        self.calls.on_sending(channel, call, PACKET)
+        result = self.world.pairs[channel.end].client_send(message)
+        if result is None:
+            self.world.wake(channel.end)
+            self.world.sent_on[self.name, message.request] = channel.end
+            if channel.sent_requests > channel.max_requests:
+                self.world.greedy.add(channel.end)
+            return True
+        if result is not Result.FULL:
+            self.calls.stop_sending(channel)
+        return not self.calls.on_not_sent(channel, call)
+
+    def connect(self) -> None:
+        self.daemon = self.world.daemon
+        self.calls.on_connected(can_open=True)
+        for channel in self.calls.take_unused():
+            self.close(channel)
+
+    def close(self, channel: ClientChannel) -> None:
+        """Close the client's end of a channel."""
+        if channel.end in self.pairs:
+            self.pairs.remove(channel.end)
+            self.world.pairs[channel.end].close_client()
+            self.world.wake(channel.end)
 
     def send_empty(self) -> None:
-        channel = self.calls.channel
-        if channel is not None and self.world.pairs[channel.serial].client_send(EMPTY) is None:
-            self.world.wake(channel.serial)
+        channel = self.channel()
+        if channel is not None and self.world.pairs[channel.end].client_send(EMPTY) is None:
+            self.world.wake(channel.end)
 
     def time_out(self) -> None:
         """The deadline of the oldest pending call passes."""
-        if self.calls.states:
-            request = min(self.calls.states)
+        if self.pending:
+            request = min(self.pending)
             self.world.timed_out.add((self.name, request))
-            self.act(self.calls.on_timeout(request))
+            del self.tracked[str(request)]
+            self.settle(request, "may have run")
 
-    def act(self, actions: list[Any]) -> None:
-        for action in actions:
-            if isinstance(action, SendToDaemon):
-                if self.daemon is None:
-                    self.calls.on_timeout(action.request)
-                    self.world.settle(self.name, action.request, "not run")
-                else:
-                    self.outbox.append(Infer(action.request))
-            else:
-                assert isinstance(action, Fail)
-                self.world.settle(self.name, action.request, "may have run")
+    def settle(self, request: int, outcome: str) -> None:
+        """End a call, which is not tracked any more."""
+        self.world.settle(self.name, request, outcome)
+        self.pending.pop(request).succeed(None)
+
+    def fail(self, calls: list[PendingCall]) -> None:
+        for call in calls:
+            self.settle(int(call.id), "may have run")
+
+    def send_again(self, calls: list[PendingCall]) -> None:
+        for call in calls:
+            self.world.on_resent(self.name, int(call.id))
+            self.outbox.append(Infer(int(call.id)))
+
+    def on_answer(self, answer: Answer, channel: ClientChannel | None) -> None:
+        """End a call, as `ClientCore.on_message` does."""
+        call = self.pending.get(answer.request)
+        if call is not None and (channel is None or call.channel is channel) and call.id in self.tracked:
+            del self.tracked[call.id]
+            self.settle(answer.request, answer.outcome)
 
     def read_channel(self, serial: int) -> bool:
         """Read one message of a channel; return whether there may be more."""
         self.operate()
+        channel = self.calls.channels[str(serial)]
         message = self.world.pairs[serial].client_receive()
         if isinstance(message, Answer):
-            if self.calls.on_answer(message.request, is_from_daemon=False):
-                self.world.settle(self.name, message.request, message.outcome)
+            self.on_answer(message, channel)
         elif message is Result.END:
             self.pairs.remove(serial)
-            self.act(self.calls.on_channel_end(serial))
+            self.fail(self.calls.on_end(channel))
         return message not in (Result.END, Result.NOTHING)
 
     def read_channels(self) -> None:
         for serial in list(self.pairs):
-            while self.read_channel(serial):
+            while str(serial) in self.calls.channels and self.read_channel(serial):
                 pass
 
     def read_connection(self) -> None:
@@ -483,19 +552,51 @@ class Client(Process):
             return
         message = self.inbox.popleft()
         if isinstance(message, Answer):
-            if self.calls.on_answer(message.request, is_from_daemon=True):
-                self.world.settle(self.name, message.request, "answer")
+            self.on_answer(message, None)
         elif isinstance(message, DaemonLost):
-            if self.daemon is None or message.daemon != self.daemon.name:
-                return
-            self.daemon = None
-            self.outbox.clear()
-            self.act(self.calls.on_daemon_lost())
-            self.daemon = self.world.daemon
+            if self.daemon is not None and message.daemon == self.daemon.name:
+                self.on_disconnected()
         else:
-            self.calls.on_notice(message)
-            self.read_channels()
-            self.act(self.calls.on_channel_read())
+            self.on_notice(message)
+
+    def on_disconnected(self) -> None:
+        self.daemon = None
+        self.outbox.clear()
+        relayed = [call for call in self.pending.values() if call.channel is None]
+        for call in relayed:
+            del self.tracked[call.id]
+        self.fail(relayed)
+        self.fail(self.calls.on_disconnected())
+
+    def on_notice(self, notice: Notice) -> None:
+        if isinstance(notice, Granted):
+            self.on_granted(notice)
+            return
+        channel = str(notice.channel)
+        if isinstance(notice, Refilled):
+            _, requests, nbytes, expires_at = notice
+            self.calls.on_message(ChannelExtended(channel, requests, nbytes, int(expires_at * 1e6)))
+            return
+        if isinstance(notice, Ended):
+            self.calls.on_message(ChannelEnded(channel))
+        elif isinstance(notice, Adopted):
+            self.calls.on_message(RequestAdopted(str(notice.request), channel))
+        else:
+            self.calls.on_message(RequestLost(str(notice.request), channel))
+        self.read_channels()
+        lost, ended = self.calls.apply_notices()
+        for each in ended:
+            self.close(each)
+        self.send_again(lost)
+
+    def on_granted(self, granted: Granted) -> None:
+        """Take a channel, each of another model, as if the client had asked for it."""
+        serial, requests, nbytes, expires_at = granted
+        model = f"model {serial}"
+        self.requests._unanswered[str(serial)] = model
+        channel = self.calls.add(ChannelOpened(str(serial), requests, nbytes, int(expires_at * 1e6)), serial)
+        assert channel is not None
+        self.calls.on_relayed_answer(model, DESCRIPTION)
 
 
 class World:
@@ -515,7 +616,12 @@ class World:
         self.dead_workers: list[Worker] = []
         self.runs: collections.Counter[tuple[str, int]] = collections.Counter()
         self.channel_runs: collections.Counter[int] = collections.Counter()
-        self.started: set[tuple[str, int]] = set()  # requests of which a worker's row says that they may have run
+        self.started: set[tuple[str, int]] = set()  # requests that have run on a channel
+        self.answered: set[tuple[str, int]] = set()  # requests whose answer is in the queue of a channel, or was read
+        self.sent_on: dict[tuple[str, int], int] = {}  # the channel on which a request was sent
+        self.lost: set[tuple[str, int] | int] = set()  # requests and channels that the daemon has reported as lost
+        self.adopted: set[tuple[str, int]] = set()  # requests of channels that the daemon answers
+        self.resent: set[tuple[str, int]] = set()  # requests that their client has sent again
         self.greedy: set[int] = set()  # channels whose clients send more than they have credits for
         self.timed_out: set[tuple[str, int]] = set()
         self.has_corruption = False
@@ -529,8 +635,32 @@ class World:
     # --- reports of processes to the test ----------------------------------------------------------------------------
 
     def run(self, client: str, request: int) -> None:
-        self.runs[client, request] += 1
-        assert self.runs[client, request] == 1, f"{client}: request {request} runs twice"
+        key = client, request
+        self.runs[key] += 1
+        limit = 1 + (key in self.resent)
+        assert self.runs[key] <= limit, f"{client}: request {request} runs {limit + 1} times"
+
+    def on_notice(self, client: str, notice: Notice) -> None:
+        """The daemon sends a notice."""
+        if isinstance(notice, Lost):
+            key = client, notice.request
+            is_repeated = key in self.lost
+            assert notice.may_have_run or key not in self.started or is_repeated or self.has_corruption, (
+                f"{client}: request {notice.request} has run, and the daemon reports that it has not"
+            )
+            self.lost.add(key)
+        elif isinstance(notice, Ended):
+            self.lost.add(notice.channel)
+        elif isinstance(notice, Adopted):
+            self.adopted.add((client, notice.request))
+
+    def on_resent(self, client: str, request: int) -> None:
+        key = client, request
+        assert key in self.lost or self.sent_on[key] in self.lost, f"{client}: request {request} was not reported lost"
+        assert key not in self.answered, f"{client}: request {request} is sent again although it was answered"
+        assert key not in self.adopted, f"{client}: request {request} is sent again although the daemon has it"
+        assert key not in self.resent, f"{client}: request {request} is sent again twice"
+        self.resent.add(key)
 
     def on_channel_run(self, worker: Worker, serial: int) -> None:
         self.channel_runs[serial] += 1
@@ -682,15 +812,12 @@ class World:
         daemon.run_relayed()
 
     def check_outcome(self, name: str, request: int, outcome: str | None) -> None:
-        runs = self.runs[name, request]
+        key = name, request
+        runs = self.runs[key]
         assert outcome is not None, f"{name}: request {request} has no end"
         if outcome == "answer":
-            assert runs == 1
-        elif outcome in ("not run", "rejected"):
-            assert runs == 0, (
-                f"{name}: request {request} has run, and its client got the error of a request that has not"
-            )
-        elif not (self.restarts or self.has_corruption or (name, request) in self.timed_out):
-            assert (name, request) in self.started, (
-                f"{name}: request {request} has not run, and its client got the error of one that may have"
-            )
+            assert 1 <= runs <= 1 + (key in self.resent)
+        elif outcome == "rejected":
+            assert runs == 0, f"{name}: request {request} has run, and its client got the error of one that has not"
+        else:
+            assert self.restarts or key in self.timed_out, f"{name}: request {request} fails beside a daemon"

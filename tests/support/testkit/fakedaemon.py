@@ -19,6 +19,7 @@ from weightd import Client
 from weightd_common.endpoints import unix_path
 from weightd_common.stream import Stream
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.messages.channels import OpenChannel
 from weightd_protocol.messages.control import (
     ModelMetadata,
     ModelMetadataResponse,
@@ -168,10 +169,10 @@ class _UnixEnd:
         assert self._peer is not None
         return self._peer.descriptors.popleft()
 
-    def send(self, frames: Sequence[Any]) -> None:
+    def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
         assert self._peer is not None
         with contextlib.suppress(OSError):  # the client has disconnected
-            self._peer.send(frames)
+            self._peer.send(frames, descriptors)
 
     def close(self) -> None:
         self._listener.close()
@@ -186,10 +187,12 @@ class FakeDaemon:
         address: its address: ipc:// or tcp:// for ZeroMQ, unix:// for a Unix socket.
         seen: the received messages, in order.
         handle: the handler that makes the replies; tests may replace it at any time.
+        grants_channels: whether `seen` and `handle` get the requests for direct channels. If not, they are refused.
     """
 
     def __init__(self, address: str, handle: Handler = echo) -> None:
         self.handle: Handler = handle
+        self.grants_channels = False
         self.seen: queue.Queue[Seen] = queue.Queue()
         self._end = _UnixEnd(address) if address.startswith("unix://") else _RouterEnd(address)
         self.address = self._end.address
@@ -207,6 +210,11 @@ class FakeDaemon:
         """Return the file descriptor that came with the last message; the caller owns it."""
         assert isinstance(self._end, _UnixEnd)
         return self._end.descriptor()
+
+    def send_descriptor(self, frames: Sequence[Any], descriptor: int) -> None:
+        """Send a message with a file descriptor, as `send`. Only a handler may call this."""
+        assert isinstance(self._end, _UnixEnd)
+        self._end.send(frames, [descriptor])
 
     def send(self, *frames: bytes) -> None:
         """Send a message to the peer of the last received message."""
@@ -237,6 +245,9 @@ class FakeDaemon:
                 self._end.send(order)
             else:
                 message = decode(frames, FROM_CLIENT)
+                if isinstance(message, OpenChannel) and not self.grants_channels:
+                    self._end.send(encode(Error(message.id, "UNAVAILABLE", "no direct channels")))
+                    continue
                 self.seen.put((message, frames[2:]))
                 for answer in self.handle(message, frames[2:]):
                     self._end.send(answer)
