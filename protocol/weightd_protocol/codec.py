@@ -34,7 +34,8 @@ from typing import (
 
 import msgpack
 
-from weightd_protocol import envelope_cache, limits, preview
+from weightd_protocol import description_cache, envelope_cache, limits, preview
+from weightd_protocol.description_cache import MAX_CACHED, DescriptionCache
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd_protocol.messages.channels import PACKET_MESSAGES
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
@@ -58,11 +59,7 @@ _DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
 # the envelope. The margin lets a slightly too long list reach the check of its field, whose error names the field.
 _EXTRA_ITEMS = 64
 
-# Limits of the cached descriptions: number, total bytes, and bytes of one description. Every combination of shapes in
-# use needs one description. The descriptions, with the objects made from them, take at most about 8 MiB; the cached
-# envelopes take as much again.
-_MAX_CACHED = 1024
-_MAX_CACHED_BYTES = 2 * 1024 * 1024
+# Maximum size of a description that is cached.
 _MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024
 
 # Limit for the product of a tensor's item size and its dimensions other than 0. numpy and the engines compute this
@@ -84,6 +81,11 @@ class Decoder(Generic[M]):
             cached, with the sender and the leading fields of the description (`preview.leading_fields`). It returns the
             maximum number of msgpack items, or None for the limit of the protocol. It may raise an error to reject the
             message before the rest is decoded.
+        descriptions: the cache of descriptions, which another decoder may use if its descriptions have the same type;
+            None for a new cache.
+
+    Attributes:
+        descriptions: the cached descriptions.
     """
 
     def __init__(
@@ -91,8 +93,9 @@ class Decoder(Generic[M]):
         table: Mapping[str, Type[M]],
         *,
         max_bytes: int = limits.MAX_HEADER_BYTES,
-        max_cached: int = _MAX_CACHED,
+        max_cached: int = MAX_CACHED,
         max_items_for: Callable[[Any, Mapping[str, Any]], Optional[int]] = lambda sender, front: None,
+        descriptions: Optional[DescriptionCache] = None,
     ) -> None:
         self._table = table
         self._max_bytes = max_bytes
@@ -101,9 +104,7 @@ class Decoder(Generic[M]):
         [self._described_type] = [cls for cls in table.values() if cls in _DESCRIPTION_TYPES]
         self._splitter = envelope_cache.SPLITTERS[self._described_type]
         self._id_field, self._split_envelope, _ = self._splitter
-        # The cached descriptions by their bytes, and the total size of these bytes.
-        self._descriptions: Dict[bytes, Any] = {}
-        self._description_bytes = 0
+        self.descriptions = DescriptionCache(max_cached) if descriptions is None else descriptions
         # Cached envelopes. The key is the bytes of the description and the envelope without its id
         # (`EnvelopeSplitter`). The value is all fields of the message except its id, and the lengths of its tensor
         # frames.
@@ -136,7 +137,7 @@ class Decoder(Generic[M]):
     def _decode_slowly(self, frames: Sequence[Any], sender: object) -> M:
         """Decode a message whose envelope is not cached, and cache its description and envelope if they are small."""
         frame = frames[1] if len(frames) > 1 else b""
-        description = self._descriptions.get(frame)
+        description = self.descriptions.get(frame)
         max_items = None
         # Limit only real descriptions. If the message has no description, the second frame may contain anything.
         if description is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
@@ -144,7 +145,7 @@ class Decoder(Generic[M]):
         message = _decode(frames, self._table, description, self._max_bytes, max_items)
         if type(message) is self._described_type and len(frames[1]) <= _MAX_CACHED_DESCRIPTION_BYTES:
             if description is None:
-                self._cache_description(frames[1], cast(Any, message).description)
+                self.descriptions.add(frames[1], cast(Any, message).description)
             rest = envelope_cache.shared_rest(self._splitter, frames[0])
             if rest is not None and (frames[1], rest) not in self._envelopes:
                 fields = {**message.__dict__}
@@ -152,20 +153,11 @@ class Decoder(Generic[M]):
                 self._cache_envelope((frames[1], rest), (fields, [*map(len, frames[2:])]))
         return message
 
-    def _cache_description(self, frame: bytes, description: Any) -> None:
-        cache = self._descriptions
-        cache[frame] = description
-        self._description_bytes += len(frame)
-        while len(cache) > self._max_cached or self._description_bytes > _MAX_CACHED_BYTES:
-            first = next(iter(cache))
-            del cache[first]
-            self._description_bytes -= len(first)
-
     def _cache_envelope(self, key: Tuple[bytes, bytes], fields_and_sizes: Tuple[Dict[str, Any], List[int]]) -> None:
         cache = self._envelopes
         cache[key] = fields_and_sizes
         self._envelope_bytes += sum(map(len, key))
-        while len(cache) > self._max_cached or self._envelope_bytes > _MAX_CACHED_BYTES:
+        while len(cache) > self._max_cached or self._envelope_bytes > description_cache.MAX_CACHED_BYTES:
             first = next(iter(cache))
             del cache[first]
             self._envelope_bytes -= sum(map(len, first))

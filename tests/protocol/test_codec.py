@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import zmq
 
-from weightd_protocol import codec, limits
+from weightd_protocol import codec, description_cache, limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
 from weightd_protocol.messages.control import ReadyResponse
@@ -266,7 +266,7 @@ def test_caches_equal_descriptions() -> None:
 def test_limits_bytes_of_cached_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
     known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT)
     asked = [encode(Infer("7", RequestDescription(name, (), ("o" * 200,) * 20))) for name in "abc"]
-    monkeypatch.setattr(codec, "_MAX_CACHED_BYTES", 2 * sum(map(len, asked[0])))
+    monkeypatch.setattr(description_cache, "MAX_CACHED_BYTES", 2 * sum(map(len, asked[0])))
     first = known.decode(asked[0])
     for each in asked[1:]:
         known.decode(each)
