@@ -32,6 +32,7 @@ from weightd_common.channels.pages import (
 )
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.description_cache import DescriptionCache
 from weightd_protocol.framing import FrameReader, message_prefix
 from weightd_protocol.messages.channels import (
     AddChannel,
@@ -184,7 +185,7 @@ class Worker:
         self.error: Optional[Exception] = None
         self.output: Any = None
         predictor = Predictor(self.engine, self.to_daemon)
-        self.channels = DirectChannels(cast(Any, self.connection), predictor.predict)
+        self.channels = DirectChannels(cast(Any, self.connection), predictor.predict, DescriptionCache())
         self.connection.descriptors.append(os.dup(device.descriptor))
         self.channels.on_order(SetChannelRows(GENERATION_SERIAL, row, rows, tuple(range(rows))))
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -59,7 +60,7 @@ from weightd_protocol.messages.worker import (
     Reconnected,
     Stop,
 )
-from weightd_worker import exit_codes
+from weightd_worker import exit_codes, nativelog
 from weightd_worker.connection import ChannelConnection, WorkerConnection
 from weightd_worker.engines.engine import Arrays, ModelCorrupted
 from weightd_worker.sessions import base
@@ -120,9 +121,9 @@ class Daemon:
         listener.bind(str(self.directory / "children.channel"))
         listener.listen()
         if self.context is not None:
-            self.router = self.context.socket(zmq.ROUTER)
-            self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self.router.bind(self.address)
+            router = self.router = self.context.socket(zmq.ROUTER)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            router.bind(self.address)
 
     def accept(self) -> None:
         """Accept the worker's connection."""
@@ -149,16 +150,14 @@ class Daemon:
         return WorkerConnection(worker, self.address)
 
     def run_worker(self) -> None:
-        connection = self.make_connection()
+        connection: Any = self.make_connection()
         try:
-            self.status = self.run_session(connection)
+            session = WorkerSession(connection, self.engine, ModelInputs("/m/model", "/s/store"))
+            self.status = session.run("ab" * 32)
         finally:
-            channel: Optional[Stream] = vars(connection)["_channel"]
+            channel: Any = vars(connection)["_channel"]
             if channel is not None:
                 channel.close()
-
-    def run_session(self, connection: Any) -> int:
-        return WorkerSession(connection, self.engine, ModelInputs("/m/model", "/s/store")).run("ab" * 32)
 
     def send(self, order: object, *frames: Any, descriptor: int = -1) -> None:
         self.stream.send([*encode(order), *frames], [descriptor] if descriptor >= 0 else [])
@@ -257,7 +256,7 @@ def test_channels_and_daemon_take_turns(daemon: Daemon) -> None:
 
 
 def test_channels_opened_while_idle_are_served(daemon: Daemon) -> None:
-    clients = []
+    clients: List[Client] = []
     for number in range(1, 4):
         clients.append(daemon.open(number, 10 + number))
         for each in clients:
@@ -347,7 +346,7 @@ def test_idle_worker_with_channels_does_not_spin(daemon: Daemon) -> None:
 def test_housekeeping_goes_on_between_requests(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     done: List[float] = []
     monkeypatch.setattr(base, "HOUSEKEEPING_INTERVAL_S", 0.0)
-    monkeypatch.setattr(base.nativelog, "truncate_if_too_large", lambda: done.append(time.monotonic()))
+    monkeypatch.setattr(nativelog, "truncate_if_too_large", lambda: done.append(time.monotonic()))
     client = daemon.open()
     for number in (1, 2, 3):
         client.send(request(number))
@@ -360,21 +359,20 @@ def test_housekeeping_goes_on_between_requests(daemon: Daemon, monkeypatch: pyte
 # --- SIGKILL ----------------------------------------------------------------------------------------------------------
 
 
-class ForkedWorkerDaemon(Daemon):
+class KillingDaemon(Daemon):
     """A daemon whose worker is a process. Its predicts of -1 never end."""
 
-    pid = 0
+    process: subprocess.Popen[bytes]
 
     def run_worker(self) -> None:
-        # The new process has this thread alone.
-        self.pid = os.fork()
-        if not self.pid:
-            os._exit(self.run_session(self.make_connection()))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        program = Path(__file__).with_name("sleeping_worker.py")
+        self.process = subprocess.Popen([sys.executable, str(program), self.address], env=environment)
 
     def stop(self) -> None:
         self.thread.join()
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.process.kill()
+        self.process.wait()
 
     def replace_worker(self) -> None:
         """Kill the worker and start another one with the same row."""
@@ -391,13 +389,13 @@ class ForkedWorkerDaemon(Daemon):
 
 
 @pytest.fixture
-def killed() -> Generator[ForkedWorkerDaemon, None, None]:
-    made = ForkedWorkerDaemon(None)
+def killed() -> Generator[KillingDaemon, None, None]:
+    made = KillingDaemon(None)
     yield made
     made.close()
 
 
-def test_row_of_a_killed_worker_shows_its_request(killed: ForkedWorkerDaemon) -> None:
+def test_row_of_a_killed_worker_shows_its_request(killed: KillingDaemon) -> None:
     client = killed.open()
     client.send(request(1))
     client.answer()

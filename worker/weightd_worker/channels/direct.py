@@ -1,33 +1,29 @@
 """Reads requests from direct channels, runs them, and sends the answers. Does the I/O of `ChannelSession`.
 
-A client may send anything on its end, so nothing of a packet is used before it has been checked. The daemon has
-validated the description of the tensors: a request runs only if its description has exactly the same bytes. All other
-requests are handed over to the daemon, which processes them as if the client had sent them on its connection.
+Requests that this worker must not run are handed over to the daemon, which processes them as if the client had sent
+them on its connection.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
 import os
 import socket
 import threading
 from time import monotonic
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple, Union, cast
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union, cast
 
 from weightd_common.channels import messages
 from weightd_common.channels.messages import Released
 from weightd_common.channels.pages import DEVICE_LAYOUT
 from weightd_common.stream import ANCILLARY_BYTES, descriptors_in
 from weightd_protocol import limits
-from weightd_protocol.codec import Decoder, clip, encode, heading
-from weightd_protocol.errors import DeadlineExceeded, RemoteProtocolError, RequestError, Unavailable
-from weightd_protocol.framing import prefix_of
+from weightd_protocol.codec import encode
+from weightd_protocol.description_cache import DescriptionCache
+from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.channels import (
-    FROM_CHANNEL,
-    MAX_REQUEST_NUMBER,
     AddChannel,
     AllowRequests,
     AnswerDropped,
@@ -36,12 +32,12 @@ from weightd_protocol.messages.channels import (
     RequestHandedOver,
     SetChannelRows,
 )
-from weightd_protocol.messages.inference import Error, Infer, InferResponse, RequestDescription
 from weightd_protocol.messages.worker import Predict, PredictResult
-from weightd_protocol.packets import split_request
 from weightd_worker import exit_codes
+from weightd_worker.channels.answers import AnswerWriter
 from weightd_worker.channels.mapped_pages import MappedPages
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
+from weightd_worker.channels.requests import RequestReader, new_decoder
 from weightd_worker.channels.session import ChannelSession
 from weightd_worker.connection import Connection
 
@@ -70,46 +66,27 @@ _TOO_LARGE = Unavailable("the daemon is restarting; the answer is too large for 
 _log = logging.getLogger("weightd.worker")
 
 
-class _Refused(Exception):
-    """A packet is not a request that a worker may run."""
-
-
 class WorkerChannel:
-    """The workers' end of a direct channel, with the descriptions of the requests that may run.
+    """The workers' end of a direct channel.
 
     Args:
         session: the session to which the channel belongs.
         pulled: the channel in the session.
         end: the workers' end, which this object owns.
+        reader: reads the requests.
     """
 
-    __slots__ = ("descriptions", "digests", "pulled", "receive", "send", "session", "socket")
+    __slots__ = ("pulled", "reader", "receive", "send", "session", "socket")
 
-    def __init__(self, session: ChannelSession, pulled: PulledChannel, end: socket.socket) -> None:
+    def __init__(
+        self, session: ChannelSession, pulled: PulledChannel, end: socket.socket, reader: RequestReader
+    ) -> None:
         self.session = session
         self.pulled = pulled
         self.socket = end
+        self.reader = reader
         # The bound methods are stored, because looking them up for each request would take time.
         self.receive, self.send = end.recvmsg, end.send
-        self.descriptions: Set[bytes] = set()
-        # The digests of allowed descriptions whose bytes no request has had yet.
-        self.digests: Set[str] = set()
-
-    def allow(self, digest: str) -> None:
-        """Allow the requests whose description has this digest."""
-        if len(self.descriptions) + len(self.digests) < limits.MAX_CHANNEL_DESCRIPTIONS:
-            self.digests.add(digest)
-
-    def learn(self, description: bytes) -> bool:
-        """Return whether a description has an allowed digest, and remember its bytes."""
-        if not self.digests:
-            return False
-        digest = hashlib.sha256(description).hexdigest()
-        if digest not in self.digests:
-            return False
-        self.digests.remove(digest)
-        self.descriptions.add(description)
-        return True
 
 
 class DirectChannels:
@@ -118,12 +95,14 @@ class DirectChannels:
     Args:
         connection: the connection to the daemon, which also waits for requests on the channels.
         run_request: runs a request.
+        descriptions: the descriptions that this worker has decoded.
     """
 
-    def __init__(self, connection: Connection, run_request: RunRequest) -> None:
+    def __init__(self, connection: Connection, run_request: RunRequest, descriptions: DescriptionCache) -> None:
         self._connection = connection
         self._run_request = run_request
-        self._decoder: Decoder[Infer] = Decoder(FROM_CHANNEL)
+        self._decoder = new_decoder(descriptions)
+        self._writer = AnswerWriter()
         # The session with the present daemon's channels; None until the daemon has sent its pages. Sessions with
         # channels of earlier daemons, which this worker reads to their ends.
         self._session: Optional[ChannelSession] = None
@@ -174,7 +153,8 @@ class DirectChannels:
             os.close(descriptor)
             self._connection.reply(_encode(ChannelReleased(order.channel, released[0].reason)))
             return
-        channel = WorkerChannel(session, session.channels[order.channel], socket.socket(fileno=descriptor))
+        end, reader = socket.socket(fileno=descriptor), RequestReader(self._decoder)
+        channel = WorkerChannel(session, session.channels[order.channel], end, reader)
         self._by_serial[order.channel] = self._by_fd[descriptor] = channel
         self._connection.watch(descriptor)
 
@@ -182,7 +162,7 @@ class DirectChannels:
         """Run the requests with a description from now on. The channel may have been released already."""
         channel = self._by_serial.get(order.channel)
         if channel is not None:
-            channel.allow(order.digest)
+            channel.reader.allow(order.digest)
 
     def _release(self, order: ReleaseChannel) -> None:
         """Close a channel. The worker may have released it already."""
@@ -261,12 +241,12 @@ class DirectChannels:
     def _process(self, channel: WorkerChannel, packet: bytes, now: float) -> int:
         """Run a request, or refuse it. Return OK, or the exit status if the process must exit."""
         session, pulled = channel.session, channel.pulled
-        deadline_us, request_id, number, description, tensors = self._parse(channel, packet)
+        deadline_us, request_id, number, description, tensors = channel.reader.read(packet)
         refusal = session.on_request(pulled, number, len(packet), now)
         if refusal or description is None:
             self._hand_over(channel, request_id, number, packet, refusal)
         elif deadline_us <= now * 1e6:
-            self._send(channel, request_id, encode(_error(request_id, _LATE)), packet)
+            self._send(channel, self._writer.refusal(request_id, _LATE))
             session.on_answered(pulled)
         else:
             session.run(now)
@@ -284,29 +264,6 @@ class DirectChannels:
                 return session, found
         return self._session, readable
 
-    def _parse(
-        self, channel: WorkerChannel, packet: bytes
-    ) -> Tuple[int, str, int, Optional[RequestDescription], Sequence[bytes]]:
-        """Return deadline, id, number, description and tensors of a request.
-
-        The description is None if the worker must not run the request. The number is 0 without a valid id.
-        """
-        frames: List[bytes] = []
-        try:
-            deadline_us, frames = split_request(packet)
-            description = frames[1]
-            if description not in channel.descriptions and not channel.learn(description):
-                raise _Refused
-            request = self._decoder.decode(frames)
-            number = _number_of(request.id)
-            parameters = request.parameters
-            if number and parameters.regions is None and parameters.priority is None and parameters.tenant is None:
-                return deadline_us, request.id, number, request.description, frames[2:]
-        except (RemoteProtocolError, _Refused):
-            pass
-        request_id, number = _heading(frames)
-        return 0, request_id, number, None, ()
-
     def _on_reply(self, reply: Tuple[object, Sequence[Any]]) -> None:
         """Send the reply to the running request to the client."""
         seconds = monotonic() - self._started_at
@@ -315,35 +272,33 @@ class DirectChannels:
         session.on_result(pulled, seconds)
         message: Any = reply[0]
         if message.__class__ is PredictResult:
-            frames = [*encode(InferResponse(request_id, message.description)), *reply[1]]
-            self._send(channel, request_id, frames, packet)
+            answer = self._writer.result(request_id, message.description, reply[1])
+            if not answer or not self._send(channel, answer):
+                self._on_too_large(channel, request_id, packet)
             session.on_answered(pulled)
             return
-        self._send(channel, request_id, encode(Error(request_id, message.code, message.error)), packet)
+        self._send(channel, self._writer.error(request_id, message.code, message.error))
         # The row of a process that exits shows the request that was the cause.
         if not message.is_exiting:
             session.on_answered(pulled)
 
-    def _send(self, channel: WorkerChannel, request_id: str, frames: Sequence[Any], packet: bytes) -> None:
-        """Send an answer to the request in `packet`, or report to the daemon why this is impossible."""
-        prefix, nbytes = prefix_of((*map(len, frames),))
-        if len(prefix) + nbytes > limits.MAX_PACKET_BYTES:
-            self._on_too_large(channel, request_id, packet)
-            return
+    def _send(self, channel: WorkerChannel, answer: bytes) -> bool:
+        """Send an answer without waiting. Return False if the channel accepts no packet of this size."""
         try:
-            channel.send(b"".join((prefix, *frames)), _SEND_FLAGS)
+            channel.send(answer, _SEND_FLAGS)
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
-                self._on_too_large(channel, request_id, packet)
-            elif error.errno in _NO_SPACE:
+                return False
+            if error.errno in _NO_SPACE:
                 dropped = channel.session.drop_answer(channel.pulled)
                 self._report(channel, AnswerDropped(dropped.channel, dropped.request))
+        return True
 
     def _on_too_large(self, channel: WorkerChannel, request_id: str, packet: bytes) -> None:
         """The answer does not fit into a packet. The daemon runs the request again and sends the answer itself."""
         handed = channel.session.hand_over(channel.pulled, packet, "too large")
         if not self._report(channel, RequestHandedOver(handed.channel, handed.request), packet):
-            self._send(channel, request_id, encode(_error(request_id, _TOO_LARGE)), packet)
+            self._send(channel, self._writer.refusal(request_id, _TOO_LARGE))
 
     def _refuse_descriptors(self, channel: WorkerChannel, packet: bytes, ancillary: Any, now: float) -> None:
         """Hand over a packet that came with descriptors, which no client may send, and release the channel.
@@ -354,7 +309,7 @@ class DirectChannels:
         """
         session, pulled = channel.session, channel.pulled
         _close_in_thread(descriptors_in(ancillary))
-        request_id, number = _heading(_split(packet))
+        _, request_id, number, _, _ = channel.reader.read(packet)
         refusal = session.on_request(pulled, number, len(packet), now)
         self._hand_over(channel, request_id, number, packet, refusal)
         self._on_released(session.release(pulled.serial, messages.OVERDRAWN))
@@ -364,7 +319,7 @@ class DirectChannels:
         session, pulled = channel.session, channel.pulled
         session.hand_over(pulled, packet, reason)
         if not self._report(channel, RequestHandedOver(pulled.serial, number), packet) and request_id:
-            self._send(channel, request_id, encode(_error(request_id, _NO_DAEMON)), packet)
+            self._send(channel, self._writer.refusal(request_id, _NO_DAEMON))
         self._on_released(session.on_handed_over(pulled))
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -390,24 +345,6 @@ def _encode(message: object) -> List[bytes]:
     return encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
 
 
-def _error(request_id: str, error: RequestError) -> Error:
-    return Error(request_id, error.code, clip(str(error)))
-
-
-def _split(packet: bytes) -> List[bytes]:
-    """Return the frames of a request, or [] if its framing is invalid."""
-    try:
-        return split_request(packet)[1]
-    except RemoteProtocolError:
-        return []
-
-
-def _heading(frames: Sequence[bytes]) -> Tuple[str, int]:
-    """Return the id and the number of a request that was not decoded; "" and 0 without a valid id."""
-    request_id = heading(frames).id
-    return request_id, _number_of(request_id)
-
-
 def _close_in_thread(descriptors: Sequence[int]) -> None:
     try:
         threading.Thread(target=_close_all, args=(descriptors,), name="closing", daemon=True).start()
@@ -420,12 +357,3 @@ def _close_all(descriptors: Sequence[int]) -> None:
         # Linux frees the descriptor even if close(2) fails.
         with contextlib.suppress(OSError):
             os.close(each)
-
-
-def _number_of(request_id: str) -> int:
-    """Return the number that a request's id is in decimal, without leading zeros; 0 if it is no such number."""
-    try:
-        number = int(request_id)
-    except ValueError:
-        return 0
-    return number if 0 < number <= MAX_REQUEST_NUMBER and str(number) == request_id else 0

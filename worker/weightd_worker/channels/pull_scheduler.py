@@ -119,7 +119,7 @@ class PullScheduler:
         self._peer_reals = [row.reals for row in peers]
         self._other_rows = [row for row in rows if not any(row is peer for peer in peers)]
 
-    def choose(self, readable: Iterable[PulledChannel], now: float) -> Optional[PulledChannel]:
+    def choose(self, readable: Sequence[PulledChannel], now: float) -> Optional[PulledChannel]:
         """Return the channel from which this worker reads the next request; None if no readable channel is usable.
 
         The expected cost of the request is charged at once: workers that choose at the same time see it.
@@ -158,19 +158,26 @@ class PullScheduler:
 
     def virtual_time(self, channel: PulledChannel) -> float:
         """Return the virtual time of a channel's tenant in seconds."""
-        return self._used(channel) + _greatest(self._row_reals, channel.used_index + BASE)
+        index = channel.used_index
+        base_index = index + BASE
+        used = base = 0.0
+        for row in self._row_reals:
+            used += row[index]
+            value = row[base_index]
+            # NaN compares false. A worker that has crashed may have written anything.
+            if base < value <= MAX_VIRTUAL_S:
+                base = value
+        if not -MAX_VIRTUAL_S <= used <= MAX_VIRTUAL_S:
+            used = self._plausible_used(index)
+        return used + base + self._page_reals[channel.weight_index + OFFSET]
 
     def _used(self, channel: PulledChannel) -> float:
         """Return the virtual time of a channel's tenant without its base."""
-        index = channel.used_index
-        used = 0.0
-        for row in self._row_reals:
-            used += row[index]
-        # NaN compares false. A worker that has crashed may have written anything.
-        if not -MAX_VIRTUAL_S <= used <= MAX_VIRTUAL_S:
-            values = [row[index] for row in self._row_reals]
-            used = sum(value for value in values if -MAX_VIRTUAL_S <= value <= MAX_VIRTUAL_S)
-        return used + self._page_reals[channel.weight_index + OFFSET]
+        return self._plausible_used(channel.used_index) + self._page_reals[channel.weight_index + OFFSET]
+
+    def _plausible_used(self, index: int) -> float:
+        values = [row[index] for row in self._row_reals]
+        return sum([value for value in values if -MAX_VIRTUAL_S <= value <= MAX_VIRTUAL_S])
 
     def _charge(self, channel: PulledChannel, time: float, now: float, is_alone: bool) -> None:
         """Charge the expected cost of a request to a tenant, whose virtual time is `time`.
@@ -187,7 +194,7 @@ class PullScheduler:
             # earlier bases, so the tenant is raised once.
             own[index + BASE] = floor - self._used(channel)
             time = floor
-        if is_alone and time > self._lowest_finish(now) + _MAX_LEAD_S * rate:
+        if is_alone and self._other_rows and time > self._lowest_finish(now) + _MAX_LEAD_S * rate:
             rate = 0.0
         before = own[index]
         own[index] = before + expected_s * rate
@@ -195,8 +202,10 @@ class PullScheduler:
         own[FINISH] = time + expected_s * rate
         self._charged_rate, self._charged_before = rate, before
 
-    def _lowest(self, readable: Iterable[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
+    def _lowest(self, readable: Sequence[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
         """Return the next channel, the virtual time of its tenant, and whether no other tenant has a channel."""
+        if len(readable) == 1:
+            return readable[0], self.virtual_time(readable[0]), True
         times: Dict[int, float] = {}
         chosen: Optional[PulledChannel] = None
         chosen_time = 0.0

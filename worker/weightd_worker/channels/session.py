@@ -20,7 +20,7 @@ channel: the caller closes its descriptor, then sends the message.
 
 from __future__ import annotations
 
-from typing import Dict, Iterable, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 from weightd_common.channels.messages import ENDED, FOREIGN, ORDERED, AddChannel, AnswerDropped, HandedOver, Released
 from weightd_common.channels.pages import GENERATION, SERIAL, TENANT, Layout, Page
@@ -77,7 +77,7 @@ class ChannelSession:
         """
         return sorted(self.channels)
 
-    def choose(self, readable: Iterable[PulledChannel], now: float) -> Optional[PulledChannel]:
+    def choose(self, readable: Sequence[PulledChannel], now: float) -> Optional[PulledChannel]:
         """Return the channel to read next; None if no readable channel is usable. Call `take_releases` afterwards.
 
         Args:

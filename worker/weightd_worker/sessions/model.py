@@ -139,7 +139,9 @@ class WorkerSession(Session):
 
     def _on_channel_order(self, order: ChannelOrder) -> None:
         if self._direct_channels is None:
-            self._direct_channels = DirectChannels(self._connection, self._predictor.predict)
+            self._direct_channels = DirectChannels(
+                self._connection, self._predictor.predict, self._decoder.descriptions
+            )
         self._direct_channels.on_order(order)
 
     def _do_housekeeping(self) -> None:
