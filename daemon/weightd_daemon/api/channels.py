@@ -78,7 +78,7 @@ class ChannelApi:
         if self._registry.is_closed:
             raise Unavailable("weightd is stopping")
         _check_quotas(tenant.config)
-        model.dispatcher.isolator.check_direct(origin, now)
+        model.dispatcher.isolator.check_direct(origin, tenant, now)
         usage = self._usage_table.usage_of(tenant.name, model.name)
         self._service.open(ChannelOwner(connection.key, message.id, model.name, origin, tenant, usage), now)
 

@@ -21,6 +21,7 @@ from weightd_daemon.scheduling.fault_isolation.watchdog import Watchdog
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request, isolate
 from weightd_daemon.scheduling.scheduler import Scheduler
 from weightd_daemon.scheduling.slots import Slot
+from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -131,7 +132,7 @@ class FaultIsolator:
         self.contents.quarantine.clear()
         self._offenses.clear()
 
-    def check_direct(self, origin: ClientOrigin, now: float) -> None:
+    def check_direct(self, origin: ClientOrigin, tenant: Tenant, now: float) -> None:
         """Check that requests of a client need not pass through the daemon.
 
         Raises:
@@ -141,7 +142,7 @@ class FaultIsolator:
             raise FailedPrecondition(
                 "requests to this model have crashed or hung workers, so the daemon checks each one"
             )
-        if origin.is_tenant and origin.principal not in self._trusted_tenants:
+        if origin.is_tenant and tenant.name not in self._trusted_tenants:
             raise FailedPrecondition("no request of this tenant to this model has been answered yet")
 
     def on_direct_loss(self, loss: DirectLoss, now: float) -> None:
