@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from weightd_common import memfd
 from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, daemon_page, row_page
 from weightd_daemon.channels.page import DaemonPage
-from weightd_daemon.channels.rows import RowReader
+from weightd_daemon.channels.rows import Activity, RowReader
 from weightd_daemon.channels.table import ChannelTable
-from weightd_daemon.scheduling.direct import DirectWorker
+from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol import limits
 from weightd_protocol.errors import ResourceExhausted
@@ -28,6 +28,7 @@ class ChannelWorker:
         row: the index of its row.
         has_pages: whether the worker has received the descriptor of the pages.
         is_leaving: whether the worker takes no new channels, because it will exit.
+        is_faulty: whether the process is being ended because of a fault.
     """
 
     info: DirectWorker
@@ -35,11 +36,18 @@ class ChannelWorker:
     row: int = 0
     has_pages: bool = False
     is_leaving: bool = False
+    is_faulty: bool = False
 
     @property
     def process(self) -> str:
         """The name of the process."""
         return self.info.process
+
+    def end(self, loss: DirectLoss | None, reason: str, now: float) -> None:
+        """End the process because of a fault, unless it is being ended already."""
+        if not self.is_faulty:
+            self.is_faulty = True
+            self.info.on_fault(self.process, loss, reason, now)
 
 
 class Device:
@@ -62,6 +70,7 @@ class Device:
         # The row that each reader reads, and the rows that no worker writes. A row outlives its worker.
         self._readers: list[RowReader] = []
         self._free_rows: list[int] = []
+        self._last_activity: list[Activity] = []
         self._tenants: dict[Tenant, int] = {}
 
     def add_worker(self, worker: ChannelWorker, now: float) -> bool:
@@ -87,13 +96,20 @@ class Device:
         """Return the reader of a worker's row."""
         return self._readers[worker.row]
 
+    def has_new_activity(self) -> bool:
+        """Return whether a worker has taken a request since the last call, or has one."""
+        activity = [each.activity for each in self._readers]
+        is_new = activity != self._last_activity or any(each.is_busy for each in activity)
+        self._last_activity = activity
+        return is_new
+
     def rows_order(self, worker: ChannelWorker) -> SetChannelRows:
         """Return the order that tells a worker which rows are in use."""
         peers = [each.row for each in self.workers.values() if each.generation == worker.generation]
         return SetChannelRows(worker.generation, worker.row, len(self._readers), tuple(sorted(peers)))
 
     def tenant_slot(self, tenant: Tenant, used: Collection[int], now: float) -> int:
-        """Return the slot of a tenant; a tenant without a slot gets a free one, or that of a tenant without channels.
+        """Return the slot of a tenant. A tenant without a slot gets a free one, or the slot of a tenant without channels.
 
         Args:
             tenant: the tenant.

@@ -18,7 +18,7 @@ def message_of(packet: bytes) -> Message | None:
 
 
 def request_number(packet: bytes) -> int:
-    """Return the number that is the id of the request in a packet; 0 if there is none."""
+    """Return the number that is the id of the request in a packet; 0 for any other packet."""
     message = message_of(packet)
     text = "" if message is None else heading(message.frames).id
     # Python refuses to convert a text of thousands of digits.

@@ -61,6 +61,14 @@ class Current(NamedTuple):
     stage: int
 
 
+class Activity(NamedTuple):
+    """The latest request of a row."""
+
+    request: int
+    started: int
+    is_busy: bool
+
+
 _NO_COUNTS = Counts(0, 0, 0, 0.0)
 
 
@@ -82,6 +90,12 @@ class RowReader:
         self._created_at = created_at
         self._counts: dict[int, Counts] = {}
         self.is_plausible = True
+
+    @property
+    def activity(self) -> Activity:
+        """The latest request of the worker. If it has not changed, no count has changed."""
+        words = self._words
+        return Activity(words[CURRENT_REQUEST], words[SINCE], words[STAGE] != STAGE_IDLE)
 
     def counts(self, slot: int, now: float) -> Counts:
         """Return the counts of a channel slot. They never decrease, and never exceed what is possible until `now`."""

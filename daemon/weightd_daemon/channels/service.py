@@ -19,7 +19,6 @@ from weightd_common.channels.messages import (
     Released,
 )
 from weightd_daemon.channels.device import ChannelWorker, Device
-from weightd_daemon.channels.rows import Counts
 from weightd_daemon.channels.sockets import (
     ChannelClients,
     ChannelOwner,
@@ -85,7 +84,7 @@ class ChannelService:
         self._devices = self._sockets.devices
         self._device_of: dict[str, Device] = {}
         self._generations: dict[str, int] = {}
-        # Serials start at the time in microseconds, so that they differ from those of earlier daemons.
+        # Serials start at the time in microseconds, so that no channel of an earlier daemon has the same one.
         self._first_serial = time.time_ns() // 1000
         self._generation_serials = itertools.count(self._first_serial)
 
@@ -263,8 +262,12 @@ class ChannelService:
         for device in self._devices.values():
             if not device.table.channels:
                 continue
-            device.table.inspect_rows(time.monotonic())
+            has_new_activity = device.has_new_activity()
+            if has_new_activity:
+                device.table.inspect_rows(time.monotonic())
             for serial in tuple(device.table.channels):
+                if has_new_activity:
+                    self._count(device, serial, now)
                 self._update(device, serial, now)
             self._sockets.execute()
             self._end_hung(device, now)
@@ -274,9 +277,6 @@ class ChannelService:
     def _update(self, device: Device, serial: int, now: float) -> None:
         entry, channel = device.table.channels[serial], self._channels[serial]
         real = time.monotonic()
-        counts = device.table.rows.counts(entry.slot, real)
-        if counts != channel.counted:
-            self._count(channel, counts, now)
         if entry.machine.state is ChannelState.REVOKED and not queued_bytes(channel.duplicate):
             device.table.on_queue_end(serial)
         if entry.machine.state is not ChannelState.OPEN:
@@ -284,13 +284,18 @@ class ChannelService:
         if now >= channel.used_at + _IDLE_TIMEOUT_S:
             device.table.end(serial, ChannelEvent.REVOKE)
             return
-        left = entry.limits[0] - (counts.requests - entry.base_requests)
+        left = entry.limits[0] - (channel.counted.requests - entry.base_requests)
         if left < _WINDOW_REQUESTS // 2 or entry.expires_at - real < _EXTEND_BELOW_S:
             taken = min(_WINDOW_REQUESTS, max(0, _WINDOW_REQUESTS - left))
             device.table.refill(serial, taken, _WINDOW_BYTES if taken else 0, real + _LIFETIME_S, real)
 
-    def _count(self, channel: OpenChannel, counts: Counts, now: float) -> None:
+    def _count(self, device: Device, serial: int, now: float) -> None:
+        """Count the requests of a channel since the last call."""
+        channel = self._channels[serial]
+        counts = device.table.rows.counts(device.table.channels[serial].slot, time.monotonic())
         before, usage = channel.counted, channel.owner.usage
+        if counts == before:
+            return
         channel.counted, channel.used_at = counts, now
         usage.requests += counts.requests - before.requests
         usage.served += counts.ended - before.ended
@@ -301,9 +306,9 @@ class ChannelService:
     def _end_hung(self, device: Device, now: float) -> None:
         for worker in tuple(device.workers.values()):
             loss = self._running(device, worker)
-            if loss is None or loss.ran_s < worker.info.predict_timeout_s:
+            if worker.is_faulty or loss is None or loss.ran_s < worker.info.predict_timeout_s:
                 continue
             reason = f"a predict took longer than predict_timeout ({worker.info.predict_timeout_s:g} s)"
             error = DeadlineExceeded(f"request {loss.request_id}: {reason}")
             self._clients().reply_error(loss.client, loss.request_id, error)
-            worker.info.on_fault(worker.process, loss, reason, now)
+            worker.end(loss, reason, now)

@@ -81,7 +81,7 @@ class ChannelOwner(NamedTuple):
 
 @dataclass(eq=False)
 class OpenChannel:
-    """What the daemon knows about a channel beside the table.
+    """A channel: the part that is not in the table.
 
     Attributes:
         device: the device.
@@ -134,7 +134,8 @@ class ChannelSockets:
         channel = self.channels[serial]
         if digest not in channel.digests and len(channel.digests) < limits.MAX_CHANNEL_DESCRIPTIONS:
             channel.digests.add(digest)
-            for process in channel.device.table.channels[serial].workers:
+            entry = channel.device.table.channels.get(serial)
+            for process in () if entry is None else entry.workers:
                 self._send_order(process, wire.AllowRequests(serial, digest), ())
 
     def announce_rows(self, device: Device) -> None:
@@ -144,7 +145,7 @@ class ChannelSockets:
                 self._send_order(worker.process, device.rows_order(worker), ())
 
     def execute(self) -> None:
-        """Execute the actions of all tables, and those that follow from them."""
+        """Execute the actions of all tables, and the actions that follow from them."""
         if self._is_executing:
             # An action has caused an event, such as the loss of a client. The loop below executes its actions, too.
             return
@@ -175,7 +176,7 @@ class ChannelSockets:
                 self._forget(serial)
             case ReplaceWorker(process):
                 reason = "its row in the pages of direct channels is implausible"
-                device.workers[process].info.on_fault(process, None, reason, event_loop.now())
+                device.workers[process].end(None, reason, event_loop.now())
 
     def _add_channel(self, device: Device, process: str, slot: int, serial: int) -> None:
         worker, channel = device.workers[process], self.channels[serial]

@@ -437,8 +437,7 @@ class ModelLifecycle:
 
 def _is_wanted(model: ServedModel) -> bool:
     """Return whether the model has requests that have not ended, or clients that wait for its metadata."""
-    dispatcher = model.dispatcher
-    return not dispatcher.is_idle or dispatcher.metadata.has_waiting or dispatcher.direct.has_work
+    return not model.dispatcher.is_idle or model.dispatcher.metadata.has_waiting
 
 
 def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:
