@@ -27,6 +27,9 @@ _MAX_JOINED_BYTES = 16 * 1024
 # descriptor.
 _MAX_DESCRIPTORS = 4
 
+# From <asm-generic/socket.h>; Python's socket module does not have this constant.
+_SO_PASSRIGHTS = 83
+
 # Size of the buffer for received descriptors: enough for the 253 descriptors (SCM_MAX_FD) that the kernel passes at
 # most with one read. If the buffer were smaller, the kernel would close the other descriptors during the read, and
 # closing a descriptor of a peer's file system can block.
@@ -238,6 +241,27 @@ class Stream:
         for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)
         self.descriptors.clear()
+
+
+def refuse_descriptors(connection: socket.socket) -> bool:
+    """Have the kernel refuse the descriptors that the peer of a Unix socket sends. Return False if it cannot.
+
+    This needs the socket option SO_PASSRIGHTS of Linux 6.16. A connection inherits the option from its listener.
+    Descriptors that were sent before are not refused.
+    """
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
+    except OSError:
+        return False
+    return True
+
+
+def refuses_descriptors(connection: socket.socket) -> bool:
+    """Return whether the kernel refuses the descriptors that the peer of a Unix socket sends."""
+    try:
+        return not connection.getsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS)
+    except OSError:
+        return False
 
 
 def descriptors_in(ancillary: List[Tuple[int, int, bytes]]) -> List[int]:

@@ -18,6 +18,7 @@ from weightd_common.channels.messages import (
     HandedOver,
     Released,
 )
+from weightd_common.stream import refuse_descriptors
 from weightd_daemon.channels.device import ChannelWorker, Device
 from weightd_daemon.channels.sockets import (
     ChannelClients,
@@ -188,6 +189,9 @@ class ChannelService:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except OSError as error:
             raise ResourceExhausted(f"no descriptor is left for a direct channel: {error.strerror}") from None
+        # A read on which the kernel drops descriptors, and a close with unread descriptors, can block: a socket with
+        # SO_LINGER until its peer has read all data, a file until its file system answers.
+        refuse_descriptors(ours)
         serial = device.table.grant("", slot, generation, limits_now, expires_at, real)
         if serial is None:
             ours.close()

@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import Callable
 
+from weightd_common import stream
 from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
@@ -28,9 +29,6 @@ _EXHAUSTED_BACKOFF_S = 0.1
 
 # Minimum number of seconds between two log lines about exhausted descriptors or memory.
 _LOG_INTERVAL_S = 10.0
-
-# From <asm-generic/socket.h>; Python's socket module does not have this constant.
-_SO_PASSRIGHTS = 83
 
 _NEVER = float("inf")
 
@@ -113,13 +111,6 @@ class Acceptor:
 def refuse_descriptors(listener: socket.socket) -> bool:
     """Have the kernel refuse descriptors on connections of a listener; return whether no client can send any.
 
-    For a Unix socket this needs the socket option SO_PASSRIGHTS of Linux 6.16. A new connection inherits the option
-    from the listener. Over TCP, no client can send descriptors.
+    Over TCP, no client can send descriptors.
     """
-    if listener.family != socket.AF_UNIX:
-        return True
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
-    except OSError:
-        return False
-    return True
+    return listener.family != socket.AF_UNIX or stream.refuse_descriptors(listener)

@@ -30,6 +30,7 @@ from weightd_common.channels.pages import (
     daemon_page,
     row_page,
 )
+from weightd_common.stream import refuse_descriptors
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.description_cache import DescriptionCache
@@ -124,14 +125,24 @@ class Device:
         self.ends: Dict[int, socket.socket] = {}
         self.clients: List[socket.socket] = []
 
-    def open(self, slot: int = 0, serial: int = 11, requests: int = 1000, nbytes: int = 10**9) -> Client:
-        """Open a channel; return its client."""
+    def open(
+        self,
+        slot: int = 0,
+        serial: int = 11,
+        requests: int = 1000,
+        nbytes: int = 10**9,
+        *,
+        refuses_descriptors: bool = True,
+    ) -> Client:
+        """Open a channel; return its client. Linux before 6.16 cannot refuse descriptors."""
         words, index = self.page.words, DEVICE_LAYOUT.channel(slot)
         words[index + GENERATION], words[index + TENANT], words[index + SERIAL] = GENERATION_SERIAL, 0, serial
         words[index + REQUEST_LIMIT], words[index + BYTE_LIMIT] = requests, nbytes
         self.page.reals[index + EXPIRES_AT] = time.monotonic() + 3600
         words[index + STATE] = SLOT_OPEN
         client, self.ends[serial] = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if refuses_descriptors:
+            refuse_descriptors(self.ends[serial])
         client.settimeout(LIMIT_S)
         self.clients.append(client)
         return Client(client, slot, serial)

@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from typing import Any, Generator, List
+from typing import Any, Generator, List, Tuple
 
 import numpy as np
 import pytest
@@ -41,6 +41,7 @@ from weightd_common.channels.pages import (
     STAGE_RUNNING,
     STATE,
 )
+from weightd_common.stream import refuses_descriptors
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import InvalidArgument
@@ -448,21 +449,38 @@ def lingering_socket() -> socket.socket:
 KEPT: List[socket.socket] = []
 
 
+def rights_of(connection: socket.socket) -> List[Tuple[int, int, Any]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))]
+
+
 @pytest.mark.parametrize("is_empty", [False, True], ids=["request", "empty"])
-def test_descriptors_of_a_client_do_not_block(device: Device, worker: Worker, client: Client, is_empty: bool) -> None:
+def test_descriptors_of_a_client_do_not_block(device: Device, worker: Worker, is_empty: bool) -> None:
+    client = device.open(refuses_descriptors=False)
+    worker.add(client)
+    client.send(request(6))
     packet = b"" if is_empty else request(7)
     with lingering_socket() as connection:
-        rights = array.array("i", [connection.fileno()])
-        client.end.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        client.end.sendmsg([packet], rights_of(connection))
     begin = time.monotonic()
     worker.serve()
     assert time.monotonic() - begin < LIMIT_S / 2
+    assert client.answer()[0] == "6"
     number = 0 if is_empty else 7
     assert worker.connection.sent == [(RequestHandedOver(11, number), [packet]), (ChannelReleased(11, "overdrawn"), [])]
-    assert worker.engine.done == []
+    assert len(worker.engine.done) == 1
     assert device.row().words[STAGE] == STAGE_IDLE
     # The peer resets the connection, so the thread that closes the socket ends.
     KEPT.pop().close()
+
+
+def test_kernel_refuses_descriptors_of_a_client(device: Device, worker: Worker, client: Client) -> None:
+    if not refuses_descriptors(device.ends[client.serial]):
+        pytest.skip("the kernel cannot refuse descriptors")
+    with pytest.raises(PermissionError):
+        client.end.sendmsg([request(7)], rights_of(client.end))
+    client.send(request(8))
+    worker.serve()
+    assert client.answer()[0] == "8"
 
 
 VALID = request(7)

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union, 
 from weightd_common.channels import messages
 from weightd_common.channels.messages import Released
 from weightd_common.channels.pages import DEVICE_LAYOUT
-from weightd_common.stream import ANCILLARY_BYTES, descriptors_in
+from weightd_common.stream import ANCILLARY_BYTES, descriptors_in, refuses_descriptors
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.description_cache import DescriptionCache
@@ -76,7 +76,7 @@ class WorkerChannel:
         reader: reads the requests.
     """
 
-    __slots__ = ("pulled", "reader", "receive", "send", "session", "socket")
+    __slots__ = ("pulled", "reader", "receive", "receive_with_descriptors", "send", "session", "socket")
 
     def __init__(
         self, session: ChannelSession, pulled: PulledChannel, end: socket.socket, reader: RequestReader
@@ -86,7 +86,8 @@ class WorkerChannel:
         self.socket = end
         self.reader = reader
         # The bound methods are stored, because looking them up for each request would take time.
-        self.receive, self.send = end.recvmsg, end.send
+        self.receive, self.send = end.recv, end.send
+        self.receive_with_descriptors = None if refuses_descriptors(end) else end.recvmsg
 
 
 class DirectChannels:
@@ -224,7 +225,10 @@ class DirectChannels:
             return exit_codes.OK
         channel = self._by_serial[pulled.serial]
         try:
-            packet, ancillary, _, _ = channel.receive(_READ_BYTES, ANCILLARY_BYTES, _RECEIVE_FLAGS)
+            if channel.receive_with_descriptors is None:
+                packet, ancillary = channel.receive(_READ_BYTES, _RECEIVE_FLAGS), None
+            else:
+                packet, ancillary, _, _ = channel.receive_with_descriptors(_READ_BYTES, ANCILLARY_BYTES, _RECEIVE_FLAGS)
         except OSError:
             # Another worker was quicker, or the client has closed its end. In the latter case, this error is reported
             # once, and the queued requests can be read.
