@@ -125,8 +125,8 @@ bench-gateway: $(VENV)/.made $(RIVAL)/.made $(RIVAL)-mlserver/.made $(RIVAL)-pyt
 bench-cluster: $(RAY)/.made  ## benchmark on Ray Serve against an empty deployment and replicas with the engine inside
 	$(RAY)/bin/python -m benchmarks cluster
 
-fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, ZMTP, decoder, the page store's index and the configuration [SECONDS=60]
-	set -ex; for each in framing zmtp decoder store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
+fuzz: $(VENV)/.made-fuzz  ## coverage-guided fuzzing of framing, ZMTP, decoder, channels, the page store's index and the configuration [SECONDS=60]
+	set -ex; for each in framing zmtp decoder channel store config; do $(BIN)/python tests/fuzz/run.py $$each --seconds $(SECONDS); done
 
 chaos: $(VENV)/.made mslite-if-possible  ## random faults against a real daemon; every request must be accounted for [MINUTES=30] [SEED=a random one] [MANAGED=1]
 	$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(MANAGED),--managed)

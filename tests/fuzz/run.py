@@ -16,7 +16,7 @@ _HERE = Path(__file__).resolve().parent
 _SCRATCH = _HERE.parents[1] / "build" / "fuzz"
 
 # msgpack's decoder is compiled unless MSGPACK_PUREPYTHON=1 selects the one in Python.
-_GUIDED_BY = ("weightd", "tomllib", "msgpack")
+_GUIDED_BY = ("weightd_common", "weightd_daemon", "weightd_protocol", "weightd_worker", "tomllib", "msgpack")
 # atheris 3.0 leaks about a kilobyte for each comparison of arrays in instrumented code.
 _NOT_GUIDED_BY = ("weightd_worker.pagesharing.runs",)
 

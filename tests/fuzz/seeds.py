@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from targets import decoder, framing, store, zmtp
+from targets import channel, decoder, framing, store, zmtp
 from targets.decoder import TABLES
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
@@ -46,7 +46,7 @@ _REFUSED: dict[str, bytes] = {
 
 def seeds() -> dict[str, bytes]:
     """Return the generated seeds by their path in the corpus."""
-    return {**_framing(), **_zmtp(), **_decoder(), **_store()}
+    return {**_framing(), **_zmtp(), **_decoder(), **_channel(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:
@@ -131,6 +131,25 @@ def _decoder() -> dict[str, bytes]:
     found["decoder/refused-empty"] = decoder.written(too_large, TO_CHILD)
     found["decoder/nothing"] = bytes([decoder.NO_FRAMES])
     return found
+
+
+def _channel() -> dict[str, bytes]:
+    timed, tensors = Parameters(5_000_000), (b"abcd", b"\1")
+    valid = channel.packet_of(Infer("7", channel.DESCRIPTION, timed), *tensors, deadline_us=2**40)
+    other = RequestDescription("m", channel.DESCRIPTION.inputs, ("y",))
+    found = {
+        "valid": (valid, channel.packet_of(Infer("8", channel.DESCRIPTION, timed), *tensors)),
+        "no-parameters": (channel.packet_of(Infer("123456789012", channel.DESCRIPTION), *tensors),),
+        "priority": (valid, channel.packet_of(Infer("7", channel.DESCRIPTION, Parameters(priority=1)), *tensors)),
+        "tenant": (channel.packet_of(Infer("7", channel.DESCRIPTION, Parameters(tenant="t")), *tensors),),
+        "other": (channel.packet_of(Infer("7", other, timed), *tensors),),
+        "sizes": (valid, channel.packet_of(Infer("7", channel.DESCRIPTION, timed), b"abc", b"\1")),
+        "name": (valid, channel.packet_of(Infer("seven", channel.DESCRIPTION, timed), *tensors)),
+        "zeros": (valid, channel.packet_of(Infer("07", channel.DESCRIPTION, timed), *tensors)),
+        "long-id": (valid, channel.packet_of(Infer("7" * 40, channel.DESCRIPTION, timed), *tensors)),
+        "cut": (valid[:-1], valid[:30], valid[:8], b"", valid + b"x"),
+    }
+    return {f"channel/{name}": channel.written(*packets) for name, packets in found.items()}
 
 
 def _with_id(value: bytes) -> list[bytes]:

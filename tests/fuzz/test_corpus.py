@@ -19,6 +19,8 @@ from weightd_daemon.zmq_proxy.zmtp import ZmtpConnection
 from weightd_protocol import codec
 from weightd_protocol.framing import FrameReader, Message
 from weightd_protocol.messages.inference import RequestDescription
+from weightd_worker.channels import requests
+from weightd_worker.channels.requests import RequestReader
 from weightd_worker.pagesharing import store as product_store
 from weightd_worker.pagesharing.store import OpenStore
 
@@ -83,6 +85,10 @@ def anything(*_: object) -> bool:
     return True
 
 
+def one(*_: object) -> int:
+    return 1
+
+
 def short(self: OpenStore) -> Any:
     return HONEST_HASHES(self)[1:]
 
@@ -104,6 +110,9 @@ DEFECTS = [
     ("zmtp", ZmtpConnection, "_on_frame", broken, KeyError),
     ("zmtp", ZmtpConnection, "_check_frame_header", anything, AssertionError),
     ("decoder", codec, "_unpack", broken, KeyError),
+    ("channel", requests, "_split_envelope", broken, KeyError),
+    ("channel", requests, "number_of", one, AssertionError),
+    ("channel", RequestReader, "_is_allowed", anything, AssertionError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),
     # A changed message, an index that differs from the file's, an open store, and exceeded limits.

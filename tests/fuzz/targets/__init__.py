@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-NAMES = ("framing", "zmtp", "decoder", "store", "config")
+NAMES = ("framing", "zmtp", "decoder", "channel", "store", "config")
 
 
 class Target(NamedTuple):
