@@ -256,7 +256,7 @@ class AsyncTransport:
     async def _send(self, frames: List[Any], deadline: float, call: PendingCall) -> None:
         """Send the message of a call, connecting first if necessary. Return when all of the message has been sent."""
         session = self._session
-        if self._core.calls and not self._is_corked:
+        if self._core.calls and not self._is_corked and not session.connection.closed:
             # When several responses arrive together, their tasks often send new requests one after another. The cork
             # makes the connection send these requests together.
             self._is_corked = True

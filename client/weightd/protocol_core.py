@@ -139,7 +139,7 @@ class ClientCore:
             parameters = _parameters(timeout, priority, self._tenant)
             return self._prepare_shared(description, parameters, [*arrays.values()], out or {})
         request = Infer(next(self._ids), description, _parameters(timeout, priority, self._tenant))
-        frames = [*_encode_checked(request), *map(frame_of, arrays.values())]
+        frames: List[Any] = [*_encode_checked(request), *map(frame_of, arrays.values())]
         call = PendingCall(request.id, InferResponse, request)
         if priority is None:
             call.description_frame = frames[1]
@@ -254,7 +254,7 @@ class ClientCore:
         tenant = (self._tenant,) if query.takes_tenant else ()
         return call, _encode_checked(query.message_type(call.id, *query.fields, *tenant))
 
-    def on_message(  # noqa: C901 - the fast path of all answers
+    def on_message(  # noqa: C901, PLR0912 - the fast path of all answers
         self, frames: Sequence[Any], channel: Optional[ClientChannel] = None
     ) -> None:
         """Process a received message: end the call with the id of the message. Drop a message whose id is unknown.
@@ -273,8 +273,11 @@ class ClientCore:
         except RemoteProtocolError as error:
             self._on_unreadable(error, channel)
             return
-        if channel is not None and not self._owns(channel, message.id):
-            return
+        if channel is not None:
+            call = self.calls.get(message.id, _no_call)()
+            if call is None or call.channel is not channel:
+                self._on_unexpected_answer(message.id, call)
+                return
         if not isinstance(message, InferResponse):
             self._on_other_message(message, is_answer=channel is not None)
             return
@@ -303,18 +306,18 @@ class ClientCore:
         if self.shm_tensors.leases:
             self.shm_tensors.release(message.id, running=message.may_still_write or False)
 
-    def _owns(self, channel: ClientChannel, request_id: str) -> bool:
-        """Return whether the answer to a request is expected on this channel."""
-        call = self.calls.get(request_id, _no_call)()
+    def _on_unexpected_answer(self, request_id: str, call: Optional[PendingCall]) -> None:
+        """Drop an answer of a worker to a call that has ended, or whose answer is not expected on the channel."""
+        if not request_id:
+            raise RemoteProtocolError("a worker has refused a request on a direct channel")
         if call is None:
             self.calls.pop(request_id, None)
-            return not request_id
-        return call.channel is channel
 
     def _on_unreadable(self, error: RemoteProtocolError, channel: Optional[ClientChannel]) -> None:
         if not error.request_id:
             raise error
-        if channel is None or self._owns(channel, error.request_id):
+        call = self.calls.get(error.request_id, _no_call)()
+        if channel is None or (call is not None and call.channel is channel):
             self._fail_call(error.request_id, error)
 
     def _on_other_message(self, message: DaemonMessage, *, is_answer: bool) -> None:

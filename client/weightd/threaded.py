@@ -19,7 +19,7 @@ import contextlib
 import math
 import threading
 from time import monotonic
-from typing import Any, Generator, Sequence, cast
+from typing import Any, Generator, cast
 
 from weightd.connection import ConnectionLost, DaemonConnection
 from weightd.pending import PendingCall
@@ -307,11 +307,21 @@ class ThreadedTransport:
             ready = self._waker.wait(poller, deadline)
             if not ready:
                 return False
-            if self._polled and self._read_channels(ready):
+            is_read = bool(self._polled)
+            for descriptor, _ in ready if is_read else ():
+                channel = self._polled.get(descriptor)
+                if channel is None:
+                    is_read = False
+                else:
+                    self._channels.receive(channel)
+            if is_read:
                 return True
+        return connection.closed or self._read_connection(connection)
+
+    def _read_connection(self, connection: DaemonConnection) -> bool:
+        """As the reader, process the messages that have arrived, and send unsent data. Return True."""
         try:
-            if not connection.closed:
-                self._session.receive()
+            self._session.receive()
         except BaseException as error:
             with self._lock:
                 self._session.drop_connection(error)
@@ -325,18 +335,6 @@ class ThreadedTransport:
                 connection.flush()
                 self._changed.notify_all()
         return True
-
-    def _read_channels(self, ready: Sequence[Any]) -> bool:
-        """Read the direct channels that are ready. Return whether nothing else is ready."""
-        polled, receive = self._polled, self._channels.receive
-        is_all = True
-        for descriptor, _ in ready:
-            channel = polled.get(descriptor)
-            if channel is None:
-                is_all = False
-            else:
-                receive(channel)
-        return is_all
 
     def _update_poller(self) -> None:
         """As the reader or without one, poll the descriptors of the present connection and channels."""

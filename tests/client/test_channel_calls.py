@@ -64,7 +64,7 @@ class Calls(ChannelCalls):
             call = self.sent[name] = PendingCall(name, InferResponse)
             self.tracked[name] = ref(call)
             if channel is not None:
-                self.on_sending(channel, call, _PACKET)
+                assert self.begin_sending(channel, call, _PACKET, 0.0)
 
     def notice(self, *notices: Notice) -> List[str]:
         """Apply notices; return the calls to send again."""
@@ -177,26 +177,34 @@ def test_a_channel_has_a_limited_number_of_descriptions(calls: Calls) -> None:
     assert len(calls.usable) == limits.MAX_CHANNEL_DESCRIPTIONS
 
 
+def accepts(calls: Calls, channel: ClientChannel, nbytes: int, now: float = 0.0) -> bool:
+    """Return whether a channel accepts a request; do not send it."""
+    call = PendingCall("1", InferResponse)
+    is_accepted = calls.begin_sending(channel, call, bytes(nbytes), now)
+    assert calls.on_not_sent(channel, call) == is_accepted
+    return is_accepted
+
+
 @pytest.mark.parametrize(
     ("nbytes", "now", "is_accepted"),
     [(100, 0.0, True), (101, 0.0, False), (1, 49.96, False), (1, 49.94, True), (2**17 + 1, 0.0, False)],
 )
 def test_bytes_and_expiry_limit_a_channel(calls: Calls, nbytes: int, now: float, is_accepted: bool) -> None:
     max_bytes = 100 if nbytes < 1000 else 2**20
-    assert calls.open(max_bytes=max_bytes).accepts(nbytes, now) == is_accepted
+    assert accepts(calls, calls.open(max_bytes=max_bytes), nbytes, now) == is_accepted
 
 
 def test_sent_requests_and_bytes_count(calls: Calls) -> None:
     channel = calls.open()
     calls.send(channel, "1", "2")
-    assert channel.accepts(80, 0.0)
-    assert not channel.accepts(81, 0.0)
+    assert accepts(calls, channel, 80)
+    assert not accepts(calls, channel, 81)
     calls.send(channel, "3")
-    assert not channel.accepts(1, 0.0)
+    assert not accepts(calls, channel, 1)
     calls.on_message(ChannelExtended("7", 9, 900, 60_000_000))
-    assert not channel.accepts(1, 0.0)
+    assert not accepts(calls, channel, 1)
     calls.on_message(ChannelExtended(channel.id, 4, 200, 60_000_000))
-    assert channel.accepts(1, 59.0)
+    assert accepts(calls, channel, 1, 59.0)
 
 
 def test_a_request_that_was_not_sent_does_not_count(calls: Calls) -> None:

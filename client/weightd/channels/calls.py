@@ -84,15 +84,6 @@ class ClientChannel:
         self.max_bytes = message.max_bytes
         self.usable_until = message.expires_us / 1e6 - _MIN_REMAINING_S
 
-    def accepts(self, nbytes: int, now: float) -> bool:
-        """Return whether the client may send a request of `nbytes` bytes now."""
-        return (
-            self.sent_requests < self.max_requests
-            and self.sent_bytes + nbytes <= self.max_bytes
-            and now < self.usable_until
-            and nbytes <= limits.MAX_PACKET_BYTES
-        )
-
 
 class LostCalls(NamedTuple):
     """Changes by the daemon's notices.
@@ -172,11 +163,21 @@ class ChannelCalls:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def on_sending(self, channel: ClientChannel, call: PendingCall, packet: bytes) -> None:
-        """Record that a request is about to be sent on a channel."""
+    def begin_sending(self, channel: ClientChannel, call: PendingCall, packet: bytes, now: float) -> bool:
+        """Record that a request is about to be sent on a channel. Return False if its limits do not allow that."""
+        nbytes = len(packet)
+        sent_bytes = channel.sent_bytes + nbytes
+        if (
+            channel.sent_requests >= channel.max_requests
+            or sent_bytes > channel.max_bytes
+            or now >= channel.usable_until
+            or nbytes > limits.MAX_PACKET_BYTES
+        ):
+            return False
         call.channel, call.packet = channel, packet
         channel.sent_requests += 1
-        channel.sent_bytes += len(packet)
+        channel.sent_bytes = sent_bytes
+        return True
 
     def on_not_sent(self, channel: ClientChannel, call: PendingCall) -> bool:
         """Record that the channel did not accept a request. Return whether the caller has to send it to the daemon.

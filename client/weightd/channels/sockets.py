@@ -16,7 +16,7 @@ from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import RemoteProtocolError, Unavailable, WeightdError
 from weightd_protocol.framing import prefix_of
-from weightd_protocol.messages.channels import DEADLINE_BYTES, ChannelOpened, pack_deadline
+from weightd_protocol.messages.channels import ChannelOpened, pack_deadline
 from weightd_protocol.messages.inference import Infer, Parameters
 from weightd_protocol.packets import split_answer, split_request
 from weightd_protocol.schema import label
@@ -78,12 +78,11 @@ class ChannelSockets:
             # The channel has the tenant for which it was opened.
             timeout_us = cast(Infer, call.request).parameters.timeout_us
             frames = self._with_parameters(call, frames, Parameters(timeout_us))
-        prefix, size = prefix_of((*map(len, frames),))
-        if not channel.accepts(DEADLINE_BYTES + len(prefix) + size, monotonic()):
-            return False
+        prefix, _ = prefix_of((*map(len, frames),))
         packet = b"".join((pack_deadline(int(deadline * 1e6)), prefix, *frames))
+        if not self._calls.begin_sending(channel, call, packet, monotonic()):
+            return False
         self._track(call, frames)
-        self._calls.on_sending(channel, call, packet)
         try:
             channel.end.send(packet, _SEND_FLAGS)
         except OSError as error:

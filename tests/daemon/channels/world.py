@@ -465,13 +465,17 @@ class Client(Process):
         """Return the channel on which the next request is sent."""
         if self.is_greedy:
             return next(reversed(self.calls.channels.values()), None)
-        channel = self.calls.usable.get(DESCRIPTION)
-        return channel if channel is not None and channel.accepts(NBYTES, self.world.now) else None
+        return self.calls.usable.get(DESCRIPTION)
 
     def send_on(self, channel: ClientChannel, call: PendingCall, message: Message) -> bool:
         """Send a request on a channel; return whether the channel has it."""
         self.operate()
-        self.calls.on_sending(channel, call, PACKET)
+        if not self.calls.begin_sending(channel, call, PACKET, self.world.now):
+            if not self.is_greedy:
+                return False
+            call.channel, call.packet = channel, PACKET
+            channel.sent_requests += 1
+            channel.sent_bytes += NBYTES
         result = self.world.pairs[channel.end].client_send(message)
         if result is None:
             self.world.wake(channel.end)

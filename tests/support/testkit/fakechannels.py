@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import threading
 import time
-from typing import Any, Iterable, List, NamedTuple, Sequence
+from typing import Any, Iterable, List, NamedTuple, Optional, Sequence
 
 from testkit.fakedaemon import LIMIT_S, FakeDaemon, echo
 from weightd import Client
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import message_prefix
 from weightd_protocol.messages.channels import (
     FROM_CHANNEL,
@@ -54,6 +57,7 @@ class FakeChannel:
         self._daemon = daemon
         self.id = request.id
         self.model = request.model_name
+        self._thread: Optional[threading.Thread] = None
         self.end, self.client_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def take(self) -> TakenRequest:
@@ -88,11 +92,29 @@ class FakeChannel:
 
     def finish(self) -> None:
         """Notify the client that the channel has ended, then close the workers' end."""
-        self._daemon.send(*encode(ChannelEnded(self.id)))
+        self.notify_end()
         self.close()
+
+    def notify_end(self) -> None:
+        """Notify the client that the channel has ended."""
+        self._daemon.send(*encode(ChannelEnded(self.id)))
+
+    def serve(self) -> None:
+        """Answer all requests in a thread, until the client closes its end."""
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError, RemoteProtocolError):
+            while True:
+                self.answer(self.take())
 
     def close(self) -> None:
         """Close the workers' end."""
+        with contextlib.suppress(OSError):
+            self.end.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join(LIMIT_S)
         self.end.close()
 
 
