@@ -109,7 +109,7 @@ class Device:
         return SetChannelRows(worker.generation, worker.row, len(self._readers), tuple(sorted(peers)))
 
     def tenant_slot(self, tenant: Tenant, used: Collection[int], now: float) -> int:
-        """Return the slot of a tenant. A tenant without a slot gets a free one, or the slot of a tenant without channels.
+        """Return the slot of a tenant. A new tenant gets a free slot, or the slot of an idle tenant.
 
         Args:
             tenant: the tenant.

@@ -1,0 +1,234 @@
+"""The service of direct channels over real sockets and pages, with clients and workers that the test plays itself."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from weightd_common.channels.messages import ORDERED
+from weightd_daemon.channels.service import MAX_CLIENT_CHANNELS, MAX_USER_CHANNELS, ChannelService
+from weightd_daemon.channels.sockets import ChannelOwner
+from weightd_daemon.channels.states import ChannelEvent
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
+from weightd_daemon.scheduling.request import ClientOrigin
+from weightd_daemon.tenants.tenant import Tenant
+from weightd_daemon.tenants.usage import Usage
+from weightd_protocol import limits
+from weightd_protocol.errors import FailedPrecondition, RequestError, ResourceExhausted
+from weightd_protocol.messages.channels import (
+    AddChannel,
+    AllowRequests,
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    ChannelReleased,
+    ReleaseChannel,
+    RequestAdopted,
+    RequestHandedOver,
+    SetChannelRows,
+)
+from weightd_protocol.messages.types import DaemonMessage
+from weightd_protocol.messages.worker import ChildOrder
+
+ANN = ClientOrigin("process 1", "uid 1")
+
+
+class Peers:
+    """The workers and clients of a service. They keep the descriptors that they receive."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, ChildOrder]] = []
+        self.messages: list[tuple[bytes, DaemonMessage]] = []
+        self.packets: list[bytes] = []
+        self.worker_ends: dict[int, socket.socket] = {}
+        self.client_ends: dict[str, socket.socket] = {}
+        self.used: list[str] = []
+        self.faults: list[str] = []
+        self.usage = Usage()
+        self.tenant = Tenant("t", TenantConfig())
+        self.service = ChannelService(self._send_order, lambda: self, lambda model, now: self.used.append(model))
+
+    def _send_order(self, process: str, order: ChildOrder, descriptors: Sequence[int]) -> bool:
+        self.orders.append((process, order))
+        if isinstance(order, AddChannel):
+            self.worker_ends[order.channel] = socket.socket(fileno=os.dup(descriptors[0]))
+        return True
+
+    def send_channel(self, client: bytes, message: ChannelOpened, descriptor: int) -> bool:
+        self.messages.append((client, message))
+        self.client_ends[message.id] = socket.socket(fileno=os.dup(descriptor))
+        return True
+
+    def reply(self, client: bytes, message: DaemonMessage) -> None:
+        self.messages.append((client, message))
+
+    def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
+        raise AssertionError(error)
+
+    def on_packet(self, client: bytes, packet: bytes) -> None:
+        self.packets.append(packet)
+
+    def _on_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
+        self.faults.append(process)
+
+    def add_worker(self, name: str, model: str = "m", device: str = "cpu") -> None:
+        self.service.add_worker(DirectWorker(f"{model}.1.{name}", model, device, 5.0, self._on_fault), 0.0)
+
+    def open(self, name: str = "1", client: bytes = b"c", origin: ClientOrigin = ANN, model: str = "m") -> int:
+        """Open a channel; return its serial."""
+        self.service.open(ChannelOwner(client, name, model, origin, self.tenant, self.usage), 0.0)
+        return [each.channel for _, each in self.orders if isinstance(each, AddChannel)][-1]
+
+    def taken(self, kind: type[object]) -> list[object]:
+        """Remove and return the orders and messages of a type."""
+        found: list[object] = [each for _, each in [*self.orders, *self.messages] if isinstance(each, kind)]
+        self.orders = [each for each in self.orders if not isinstance(each[1], kind)]
+        self.messages = [each for each in self.messages if not isinstance(each[1], kind)]
+        return found
+
+    def close(self) -> None:
+        for each in (*self.worker_ends.values(), *self.client_ends.values()):
+            each.close()
+
+
+@pytest.fixture
+def peers() -> Iterator[Peers]:
+    peers = Peers()
+    peers.add_worker("w1")
+    yield peers
+    peers.close()
+
+
+def test_worker_gets_pages_before_its_first_channel(peers: Peers) -> None:
+    peers.open()
+    peers.open("2")
+    assert [type(each) for _, each in peers.orders] == [SetChannelRows, AddChannel, AddChannel]
+
+
+def test_packet_reaches_the_worker_and_its_answer_the_client(peers: Peers) -> None:
+    serial = peers.open()
+    peers.client_ends["1"].send(b"request")
+    assert peers.worker_ends[serial].recv(100) == b"request"
+    peers.worker_ends[serial].send(b"answer")
+    assert peers.client_ends["1"].recv(100) == b"answer"
+
+
+def test_model_without_workers_has_no_channels(peers: Peers) -> None:
+    with pytest.raises(FailedPrecondition, match="other has no workers"):
+        peers.open(model="other")
+    peers.add_worker("w2", device="cpu:1")
+    with pytest.raises(FailedPrecondition, match="several devices"):
+        peers.open()
+
+
+def test_channels_of_a_client_and_of_a_user_are_limited(peers: Peers) -> None:
+    for number in range(MAX_CLIENT_CHANNELS):
+        peers.open(str(number))
+    with pytest.raises(ResourceExhausted, match="this connection already has"):
+        peers.open("more")
+    for number in range(MAX_USER_CHANNELS - MAX_CLIENT_CHANNELS):
+        peers.open(f"x{number}", client=str(number).encode())
+    with pytest.raises(ResourceExhausted, match="this user already has"):
+        peers.open("more", client=b"another")
+    peers.open("other", client=b"another", origin=ClientOrigin("process 2", "uid 2"))
+
+
+def test_descriptions_of_a_channel_are_limited(peers: Peers) -> None:
+    peers.open()
+    for number in range(limits.MAX_CHANNEL_DESCRIPTIONS + 5):
+        peers.service.on_answered(b"c", peers.usage, str(number))
+        peers.service.on_answered(b"c", peers.usage, "0")
+    assert len(peers.taken(AllowRequests)) == limits.MAX_CHANNEL_DESCRIPTIONS
+
+
+def test_next_worker_of_a_generation_gets_the_open_channels(peers: Peers) -> None:
+    serial = peers.open()
+    peers.service.on_answered(b"c", peers.usage, "digest")
+    peers.orders.clear()
+    peers.add_worker("w2")
+    assert [each for process, each in peers.orders if process == "m.1.w2"] == [
+        SetChannelRows(peers.taken(SetChannelRows)[-1].generation, 1, 2, (0, 1)),  # type: ignore[attr-defined]
+        AddChannel(0 if serial < 0 else _slot_of(peers, serial), serial),
+        AllowRequests(serial, "digest"),
+    ]
+
+
+def _slot_of(peers: Peers, serial: int) -> int:
+    return next(each.slot for _, each in peers.orders if isinstance(each, AddChannel) and each.channel == serial)
+
+
+def test_request_that_is_handed_over_is_dispatched(peers: Peers) -> None:
+    serial = peers.open()
+    peers.service.on_report("m.1.w1", RequestHandedOver(serial, 7), [b"packet"])
+    assert (peers.packets, peers.taken(RequestAdopted)) == ([b"packet"], [RequestAdopted("7", "1")])
+
+
+def test_disconnect_closes_the_channel_once_the_worker_has_released_it(peers: Peers) -> None:
+    serial = peers.open()
+    peers.service.on_disconnect(b"c")
+    assert peers.taken(ReleaseChannel) == [ReleaseChannel(serial)]
+    assert peers.service.by_client
+    peers.service.on_report("m.1.w1", ChannelReleased(serial, ORDERED), ())
+    assert not peers.service.by_client
+
+
+def test_reclaimed_requests_are_dispatched_in_order(peers: Peers) -> None:
+    serial = peers.open()
+    for packet in (b"one", b"two"):
+        peers.client_ends["1"].send(packet)
+    peers.service.reclaim("m")
+    peers.service.on_report("m.1.w1", ChannelReleased(serial, ORDERED), ())
+    assert (peers.packets, peers.taken(ChannelEnded)) == ([b"one", b"two"], [ChannelEnded("1")])
+    with pytest.raises(BrokenPipeError):
+        peers.client_ends["1"].send(b"three")
+
+
+def test_exit_of_the_last_worker_ends_the_channels(peers: Peers) -> None:
+    peers.open()
+    peers.client_ends["1"].send(b"queued")
+    assert peers.service.remove_worker("m.1.w1", 0.0) is None
+    assert (peers.packets, peers.taken(ChannelEnded)) == ([b"queued"], [ChannelEnded("1")])
+
+
+def test_retired_worker_leaves_the_channel_to_the_others(peers: Peers) -> None:
+    peers.add_worker("w2")
+    serial = peers.open()
+    peers.service.retire_worker("m.1.w1")
+    assert peers.taken(ReleaseChannel) == [ReleaseChannel(serial)]
+    peers.service.on_report("m.1.w1", ChannelReleased(serial, ORDERED), ())
+    peers.client_ends["1"].send(b"request")
+    assert not peers.taken(ChannelEnded)
+
+
+def test_last_retired_worker_answers_the_queue(peers: Peers) -> None:
+    serial = peers.open()
+    peers.client_ends["1"].send(b"queued")
+    peers.service.retire_worker("m.1.w1")
+    with pytest.raises(BrokenPipeError):
+        peers.client_ends["1"].send(b"more")
+    assert peers.worker_ends[serial].recv(100) == b"queued"
+    assert not peers.packets
+
+
+def test_channel_is_extended_until_it_is_unused(peers: Peers) -> None:
+    peers.open()
+    for second in range(70):
+        peers.service.timer.set(0.0)
+        peers.service.timer.fire(float(second))
+        if peers.taken(ReleaseChannel):
+            assert second == 60
+            return
+    raise AssertionError("the channel is still open")
+
+
+def test_all_channels_end_with_their_rights(peers: Peers) -> None:
+    peers.open()
+    peers.service.end_all(ChannelEvent.RIGHTS_CHANGE)
+    with pytest.raises(BrokenPipeError):
+        peers.client_ends["1"].send(b"request")
+    assert len(peers.taken(ReleaseChannel)) == 1
+    assert not peers.taken(ChannelExtended)
