@@ -281,6 +281,7 @@ def build(options: Options, host: Host) -> Daemon:
             shutdown,
             lifecycle,
             options.config_note,
+            channels,
             [] if host.shim is None else [host.shim],
         )
     )

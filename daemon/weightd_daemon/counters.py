@@ -54,10 +54,10 @@ class HistogramCounter:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.sum += value
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value `count` times."""
+        self.counts[bisect_left(self._bounds, value)] += count
+        self.sum += value * count
 
     @property
     def count(self) -> int:

@@ -29,6 +29,14 @@ from weightd_daemon.cli import parser
 from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
+from weightd_protocol.messages.channels import (
+    ChannelEnded,
+    ChannelExtended,
+    ChannelOpened,
+    OpenChannel,
+    RequestAdopted,
+    RequestLost,
+)
 from weightd_protocol.messages.control import (
     PROMOTE,
     Load,
@@ -62,7 +70,13 @@ pytestmark = pytest.mark.e2e
 
 # Tests in which a real session receives each message of the daemon, as a worker or as a rank.
 WORKER = Path(__file__).parents[1] / "worker"
-SESSIONS = WORKER / "test_session.py", WORKER / "ranks" / "test_rank.py", WORKER.parent / "support/testkit/script.py"
+SESSIONS = (
+    WORKER / "test_session.py",
+    WORKER / "ranks" / "test_rank.py",
+    WORKER / "channels" / "test_direct.py",
+    WORKER.parent / "support/testkit/channels.py",
+    WORKER.parent / "support/testkit/script.py",
+)
 
 MODEL = "tiny"
 X = TensorSpec("x", "FP32", (1, 64))
@@ -157,8 +171,8 @@ def filled(message: ClientMessage, names: dict[str, Path]) -> ClientMessage:
 
 
 def test_every_client_message_and_answer(service: Service, names: dict[str, Path]) -> None:
-    assert {type(each) for sent, *_ in MESSAGES for each in sent} == {*FROM_CLIENT.values()} - {Register, Unregister}
-    assert {answer for _, answer, _ in MESSAGES} == {*TO_CLIENT.values()} - {Registered, Released}
+    assert {type(each) for sent, *_ in MESSAGES for each in sent} == {*FROM_CLIENT.values()} - {Register, Unregister, OpenChannel}
+    assert {answer for _, answer, _ in MESSAGES} == {*TO_CLIENT.values()} - {Registered, Released, *CHANNEL_MESSAGES}
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as peer:
         peer.connect(unix_path(service.zmq_address))
         stream = Stream(peer, FrameReader(limits.MAX_STATUS_BYTES))
@@ -192,6 +206,9 @@ def test_zeromq_clients_may_not_operate(service: Service, names: dict[str, Path]
             assert isinstance(answer, Error if operates else kind), answer
             assert ("PERMISSION_DENIED" if operates else words) in repr(answer)
 
+
+# `test_direct_channels.py` uses these messages and `OpenChannel`.
+CHANNEL_MESSAGES = {ChannelOpened, ChannelExtended, ChannelEnded, RequestAdopted, RequestLost}
 
 PROGRAMS = {"weightd": (parser(), WEIGHTD), "weightctl": (ctl_parser(), WEIGHTCTL)}
 

@@ -113,6 +113,10 @@ class ChannelApi:
         self._service.update_weights(now)
         self._service.end_all(ChannelEvent.RIGHTS_CHANGE)
 
+    def close(self) -> None:
+        """Close the daemon's descriptors of the channels."""
+        self._service.close()
+
     def stop(self) -> None:
         """End all channels; workers answer the requests that are queued in them."""
         self._service.end_all(ChannelEvent.REVOKE)

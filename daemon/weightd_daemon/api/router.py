@@ -192,6 +192,7 @@ class RequestRouter:
 
     def close(self) -> None:
         """Disconnect all clients."""
+        self.channels.close()
         self._connections.close()
 
     def cork(self) -> None:

@@ -69,7 +69,7 @@ class Activity(NamedTuple):
     is_busy: bool
 
 
-_NO_COUNTS = Counts(0, 0, 0, 0.0)
+NO_COUNTS = Counts(0, 0, 0, 0.0)
 
 
 class RowReader:
@@ -100,7 +100,7 @@ class RowReader:
     def counts(self, slot: int, now: float) -> Counts:
         """Return the counts of a channel slot. They never decrease, and never exceed what is possible until `now`."""
         index, words = self._layout.row_channel(slot), self._words
-        earlier, age_s = self._counts.get(slot, _NO_COUNTS), max(0.0, now - self._created_at) + 1.0
+        earlier, age_s = self._counts.get(slot, NO_COUNTS), max(0.0, now - self._created_at) + 1.0
         # The worker increases `ended` last. Read it first, so that a request that ends now does not look impossible.
         ended = words[index + ENDED]
         counts = Counts(words[index + REQUESTS], words[index + BYTES], ended, self._reals[index + SECONDS])

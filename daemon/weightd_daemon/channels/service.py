@@ -20,6 +20,7 @@ from weightd_common.channels.messages import (
 )
 from weightd_common.stream import refuse_descriptors
 from weightd_daemon.channels.device import ChannelWorker, Device
+from weightd_daemon.channels.rows import NO_COUNTS
 from weightd_daemon.channels.sockets import (
     ChannelClients,
     ChannelOwner,
@@ -29,6 +30,7 @@ from weightd_daemon.channels.sockets import (
     queued_bytes,
 )
 from weightd_daemon.channels.states import ChannelEvent, ChannelState
+from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
 from weightd_daemon.tenants.usage import Usage
@@ -197,8 +199,10 @@ class ChannelService:
             ours.close()
             theirs.close()
             raise ResourceExhausted(f"all {limits.MAX_CHANNELS} direct channels of this device are in use")
-        counts = device.table.rows.counts(device.table.channels[serial].slot, real)
-        self._sockets.add(serial, OpenChannel(device, owner, ours, counts, now), theirs)
+        slot = device.table.channels[serial].slot
+        channel = OpenChannel(device, owner, ours, device.table.rows.counts(slot, real), now)
+        channel.counted_by_row = {each.row: device.reader(each).counts(slot, real) for each in device.workers.values()}
+        self._sockets.add(serial, channel, theirs)
         self._sockets.execute()
         self.timer.set_no_later_than(now + _TICK_S)
 
@@ -218,6 +222,20 @@ class ChannelService:
         for serial, channel in tuple(self._channels.items()):
             if channel.owner.model == model:
                 self._end(serial, ChannelEvent.RIGHTS_CHANGE)
+
+    def count(self) -> None:
+        """Count the requests that workers have run until now."""
+        for device in self._devices.values():
+            for serial in tuple(device.table.channels):
+                if device.table.channels[serial].slot >= 0:
+                    self._count(device, serial, event_loop.now())
+
+    def close(self) -> None:
+        """Close the daemon's descriptors. Clients and workers go on until the channels expire."""
+        for channel in self._channels.values():
+            channel.duplicate.close()
+        self._channels.clear()
+        self.by_client.clear()
 
     def end_all(self, event: ChannelEvent) -> None:
         """End all channels."""
@@ -296,10 +314,17 @@ class ChannelService:
     def _count(self, device: Device, serial: int, now: float) -> None:
         """Count the requests of a channel since the last call."""
         channel = self._channels[serial]
-        counts = device.table.rows.counts(device.table.channels[serial].slot, time.monotonic())
+        slot, real = device.table.channels[serial].slot, time.monotonic()
+        counts = device.table.rows.counts(slot, real)
         before, usage = channel.counted, channel.owner.usage
         if counts == before:
             return
+        for worker in device.workers.values():
+            by_worker = device.reader(worker).counts(slot, real)
+            earlier = channel.counted_by_row.get(worker.row, NO_COUNTS)
+            channel.counted_by_row[worker.row] = by_worker
+            if by_worker.ended > earlier.ended:
+                worker.info.on_ran(worker.process, by_worker.ended - earlier.ended, by_worker.seconds - earlier.seconds)
         channel.counted, channel.used_at = counts, now
         usage.requests += counts.requests - before.requests
         usage.served += counts.ended - before.ended

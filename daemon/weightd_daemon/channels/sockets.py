@@ -90,6 +90,7 @@ class OpenChannel:
         counted: the counts that the usage has already.
         used_at: when the counts last changed.
         digests: the digests of the descriptions that workers run.
+        counted_by_row: the counts of each row that the workers' counters have already.
     """
 
     device: Device
@@ -98,6 +99,7 @@ class OpenChannel:
     counted: Counts
     used_at: float
     digests: set[str] = field(default_factory=set[str])
+    counted_by_row: dict[int, Counts] = field(default_factory=dict[int, Counts])
 
 
 class ChannelSockets:

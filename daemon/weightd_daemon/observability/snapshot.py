@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from weightd_common.devices import is_cpu
+from weightd_daemon.channels.service import ChannelService
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.actions import Role
@@ -116,6 +117,7 @@ class SnapshotSources:
         shutdown: knows whether the daemon is shutting down.
         lifecycle: knows how much memory is reserved for each model.
         config_note: returns why the configuration in force differs from the configuration file; "" if it does not.
+        channels: counts the requests of direct channels.
         shims: the shim, as the only entry; empty if the daemon has no shim.
     """
 
@@ -131,6 +133,7 @@ class SnapshotSources:
     shutdown: Shutdown
     lifecycle: ModelLifecycle
     config_note: Callable[[], str]
+    channels: ChannelService
     shims: Sequence[ShimView] = ()
 
 
@@ -169,6 +172,7 @@ class SnapshotBuilder:
     def status(self, memory_scan: MemoryScan) -> StatusResponse:
         """Return the complete status, with the memory of processes that `memory_scan` has measured."""
         sources = self._sources
+        sources.channels.count()
         supervisor, models = sources.supervisor, list(sources.registry.models.values())
         sources.load_monitor.update(sources.registry.all_models(), event_loop.now())
         return StatusResponse(
@@ -218,6 +222,7 @@ class SnapshotBuilder:
         if not viewer.can_see_all:
             return self._tenant_metrics(request_id, viewer.tenant)
         sources = self._sources
+        sources.channels.count()
         models = list(sources.registry.models.values())
         report = self._measured(models)
         return MetricsResponse(

@@ -47,6 +47,8 @@ class DirectWorker(NamedTuple):
         device: the name of the device.
         predict_timeout_s: seconds after which a predict counts as hung.
         on_fault: ends the process.
+        on_ran: called with the name of the process, the number of requests that it has run since the last call, and
+            the seconds that they took together.
     """
 
     process: str
@@ -54,6 +56,7 @@ class DirectWorker(NamedTuple):
     device: str
     predict_timeout_s: float
     on_fault: OnDirectFault
+    on_ran: Callable[[str, int, float], object]
 
 
 class DirectWorkers(Protocol):
@@ -115,11 +118,13 @@ class ModelDirect:
         config: the configuration of the model.
 
     Attributes:
+        on_ran: see `DirectWorker`.
         losses: the requests that were lost with their workers and may have crashed them, by client and id, the oldest
             first. The clients send them again, to the daemon.
     """
 
     def __init__(self, model: str, workers: DirectWorkers, config: ModelConfig) -> None:
+        self.on_ran: Callable[[str, int, float], object] = lambda process, count, seconds: None
         self.losses: dict[tuple[bytes, str], DirectLoss] = {}
         self._model = model
         self._workers = workers
@@ -129,9 +134,9 @@ class ModelDirect:
         """Let a worker read direct channels, unless its batches depend on more than one request."""
         is_alone = slot.lockstep is None and slot.concurrency == 1 and slot.policy == NO_BATCHING
         if is_alone and self._config.priority_levels == 1:
-            self._workers.add_worker(
-                DirectWorker(slot.name, self._model, slot.device, self._config.predict_timeout, on_fault), now
-            )
+            timeout_s = self._config.predict_timeout
+            worker = DirectWorker(slot.name, self._model, slot.device, timeout_s, on_fault, self.on_ran)
+            self._workers.add_worker(worker, now)
 
     def retire_worker(self, process: str) -> None:
         """Take all channels from a worker that takes no new requests."""

@@ -129,6 +129,7 @@ class Dispatcher:
             self._on_slot_free,
             self.dispatch,
         )
+        self.direct.on_ran = self.results.on_direct_ran
         self.processes = SlotProcesses(
             self._scheduler, self.isolator, self.results, send_order, self.dispatch, self.direct.retire_worker
         )

@@ -29,12 +29,14 @@ class LatencyWindow:
         # None before the first answer, because even an empty deque takes 760 bytes.
         self._samples: deque[float] | None = None
 
-    def add(self, seconds: float) -> None:
-        """Add the latency of an answer."""
+    def add(self, seconds: float, count: int = 1) -> None:
+        """Add the latency of an answer, or of several answers."""
         if self._samples is None:
             self._samples = deque(maxlen=_MAX_SAMPLES)
-        self.count += 1
+        self.count += count
         self._samples.append(seconds)
+        if count > 1:
+            self._samples.extend([seconds] * min(count - 1, _MAX_SAMPLES))
 
     def percentile_us(self, percent: float) -> float | None:
         """Return a percentile of the latencies in microseconds; None before the first answer."""

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from testkit.model_factory import model_factory
+from testkit.no_channels import no_channels
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
@@ -95,7 +96,7 @@ class SnapshotHarness:
         sources = SnapshotSources(
             parts.registry, lambda viewer: (), parts.supervisor, {each.name: each for each in devices},
             parts.load_monitor, self.books, self.tenants, parts.memory_budget, parts.proxies,
-            self.shutdown, lifecycle, lambda: "a note",
+            self.shutdown, lifecycle, lambda: "a note", no_channels(),
         )  # fmt: skip
         sampler: Any = SimpleNamespace(poll=lambda *_: self.memory_report)
         self.builder = SnapshotBuilder(sources, sampler)
