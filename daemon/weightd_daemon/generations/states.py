@@ -270,7 +270,21 @@ class Machine(Generic[S, E]):
 
 
 def diagram(table: Mapping[tuple[S, E], S]) -> Iterator[str]:
-    """Yield the lines of a Mermaid state diagram of `table`."""
+    """Yield the lines of a Mermaid state diagram of `table`.
+
+    An event that leads from most states, and at least five, to the same state is a note at that state.
+    """
+    states = [*dict.fromkeys([*(state for state, _ in table), *table.values()])]
+    notes = dict[E, str]()
+    for event in dict.fromkeys(event for _, event in table):
+        before = {state for state, each in table if each is event}
+        targets = {table[state, event] for state in before}
+        if len(targets) == 1 and len(before) > max(4, len(states) / 2):
+            others = ", ".join(each.name for each in states if each not in before)
+            exception = f" except {others}" if others else ""
+            notes[event] = f"    note left of {targets.pop().name}: {event.name} in every state{exception}"
     yield "stateDiagram-v2"
     for (state, event), after in table.items():
-        yield f"    {state.name} --> {after.name}: {event.name}"
+        if event not in notes:
+            yield f"    {state.name} --> {after.name}: {event.name}"
+    yield from notes.values()

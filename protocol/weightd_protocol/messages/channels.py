@@ -138,6 +138,7 @@ class AddChannel:
     """daemon → worker: read requests from a direct channel. Its workers' end is attached."""
 
     slot: int = field(metadata=_COUNT)
+    """Index of the channel's entries in the pages. A later channel may get it."""
     channel: int = field(metadata=_COUNT)
     """Serial of the channel, which no other channel gets."""
 
