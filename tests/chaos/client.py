@@ -97,6 +97,10 @@ class _CountingCore(ClientCore):
         header = msgpack.unpackb(frames[0])
         if header["type"] == "infer_response" or (header["type"] == "error" and header["id"] not in self._others):
             self.ledger.heard(header["id"], time.monotonic())
+        elif header["type"] == "request_lost":
+            self.ledger.lost_on_channel(header["id"])
+        elif header["type"] == "channel_ended":
+            self.ledger.channel_ended()
         super().on_message(frames, channel)
 
     def track(self, call: PendingCall, frames: list[Any]) -> list[Any]:

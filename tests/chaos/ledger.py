@@ -47,6 +47,7 @@ class _RequestRecord:
     heard_at: float | None = None
     cancelled: bool = False
     given_up: bool = False
+    may_be_lost: bool = False
 
 
 class RequestAccounting:
@@ -72,7 +73,7 @@ class RequestAccounting:
     @property
     def unheard(self) -> int:
         """The number of requests without an answer on the wire."""
-        return len(self._open)
+        return sum(not (each.given_up and each.may_be_lost) for each in self._open.values())
 
     def begin(self, request: str, asked: SentRequest) -> None:
         """Record that a request is being sent."""
@@ -108,6 +109,17 @@ class RequestAccounting:
         else:
             self.problems.append(f"unasked: an answer for {request}, which was never sent")
 
+    def lost_on_channel(self, request: str) -> None:
+        """Record that the daemon has reported a request lost: if the client gave it up, an answer need not follow."""
+        entry = self._open.get(request)
+        if entry is not None:
+            entry.may_be_lost = True
+
+    def channel_ended(self) -> None:
+        """Record the end of a direct channel: no answer need follow to the requests that the client gave up."""
+        for entry in self._open.values():
+            entry.may_be_lost = entry.may_be_lost or entry.given_up
+
     def lost(self) -> None:
         """Record that the connection was lost: requests that the client gave up will get no answer."""
         for request, entry in list(self._open.items()):
@@ -124,8 +136,9 @@ class RequestAccounting:
             self.problems.append(f"duplicate: {request} ended again, in {code}")
             return None
         self.outcomes[code] += 1
-        if entry.answers == 0 and code == "DEADLINE_EXCEEDED":
-            entry.given_up = True  # The client's timeout ended the request; the daemon must still answer.
+        if entry.answers == 0 and (code == "DEADLINE_EXCEEDED" or (code == "CANCELLED" and entry.cancelled)):
+            # The client itself has ended the request. The answer must still arrive.
+            entry.given_up = True
         else:
             if entry.answers == 0 and code != "UNAVAILABLE":  # UNAVAILABLE means that the connection was lost
                 self.problems.append(f"missing: {request} ended in {code} without an answer on the wire")
@@ -143,7 +156,8 @@ class RequestAccounting:
     def close(self) -> None:
         """Report requests without an answer; no answer can arrive any more."""
         for request, entry in self._open.items():
-            self.problems.append(f"missing: no answer for {request}, {entry.asked}")
+            if not (entry.given_up and entry.may_be_lost):
+                self.problems.append(f"missing: no answer for {request}, {entry.asked}")
         ended = sum(self.outcomes.values())
         if self.sent != ended:
             self.problems.append(f"missing: {self.sent} requests were sent, {ended} ended")

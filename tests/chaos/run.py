@@ -33,8 +33,9 @@ WATCHDOG_S = 2.0
 CANARY_INTERVAL_S = 5.0
 
 # Small requests are batched, and large ones are split; the limit of rows exceeds all requests to the elastic model.
-ROWS = {
-    "tiny": {"batching.max_rows": 64},
+# Requests to the tiny model, which is not batched, use direct channels.
+ROWS: dict[str, dict[str, int]] = {
+    "tiny": {},
     "elastic": {"batching.max_rows": 64, "split.part_rows": 4096, "split.max_rows": 2**20},
     "dense": {"batching.max_rows": 64, "split.part_rows": 128},
 }

@@ -26,6 +26,10 @@ def play(ledger: RequestAccounting, story: str) -> list[Incident]:
             ledger.forget("1")
         elif word == "lost":
             ledger.lost()
+        elif word == "lost_on_channel":
+            ledger.lost_on_channel("1")
+        elif word == "channel_ended":
+            ledger.channel_ended()
         elif word == "refused":
             incidents.append(ledger.refused(ASKED, "UNAVAILABLE", "connection refused", now))
         else:
@@ -54,6 +58,12 @@ def play(ledger: RequestAccounting, story: str) -> list[Incident]:
         ("begin forget", [], []),
         ("begin forget begin heard OK", [], []),
         ("begin cancel heard CANCELLED", ["CANCELLED"], []),
+        # On a direct channel, the client itself ends a cancelled request. An answer follows unless it is lost.
+        ("begin cancel CANCELLED heard", ["CANCELLED"], []),
+        ("begin cancel CANCELLED", ["CANCELLED"], ["missing: no answer for 1"]),
+        ("begin cancel CANCELLED lost_on_channel", ["CANCELLED"], []),
+        ("begin cancel CANCELLED channel_ended", ["CANCELLED"], []),
+        ("begin lost_on_channel", [], ["missing: no answer for 1", "missing: 1 requests were sent, 0 ended"]),
     ],
 )
 def test_reports_mismatched_answers(story: str, codes: Sequence[str], problems: Sequence[str]) -> None:

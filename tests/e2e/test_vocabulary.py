@@ -171,7 +171,11 @@ def filled(message: ClientMessage, names: dict[str, Path]) -> ClientMessage:
 
 
 def test_every_client_message_and_answer(service: Service, names: dict[str, Path]) -> None:
-    assert {type(each) for sent, *_ in MESSAGES for each in sent} == {*FROM_CLIENT.values()} - {Register, Unregister, OpenChannel}
+    assert {type(each) for sent, *_ in MESSAGES for each in sent} == {*FROM_CLIENT.values()} - {
+        Register,
+        Unregister,
+        OpenChannel,
+    }
     assert {answer for _, answer, _ in MESSAGES} == {*TO_CLIENT.values()} - {Registered, Released, *CHANNEL_MESSAGES}
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as peer:
         peer.connect(unix_path(service.zmq_address))
