@@ -36,8 +36,6 @@ class _PauseEnded(WeightdError):
 
 
 if TYPE_CHECKING:
-    from weightd.channels.calls import ClientChannel
-
     _Future = asyncio.Future[bool]
 else:
     _Future = asyncio.Future  # Python 3.7 cannot subscript it
@@ -121,7 +119,7 @@ class _Waits:
         if not self._is_waking:
             self.loop.call_soon(self.wake_tasks)
 
-    def wake_tasks(self, process: Callable[[], None] = lambda: None) -> None:
+    def wake_tasks(self, process: Callable[[], object] = lambda: None) -> None:
         """Call `process`, then let the tasks go on whose waits have ended. Not for use within a task."""
         self._is_waking = True
         try:
@@ -162,9 +160,6 @@ class _Waits:
             self._set_timer(min(deadline for _, deadline in self._limits.values()))
 
 
-# Maximum number of answers that are read from one channel before the event loop goes on.
-_MAX_PACKETS = 64
-
 # Seconds by which a deadline may pass too early.
 _TIMER_RESOLUTION_S = 1e-4
 
@@ -181,7 +176,7 @@ class AsyncTransport:
         self._core = session.core
         self._channels = session.channels
         self._channels.before_close = self._unregister_channel
-        # The channels for which the event loop calls `_read_channel`, by descriptor.
+        # The channels for which the event loop calls `ChannelSockets.receive`, by descriptor.
         self._registered = self._channels.by_descriptor
         self._waits: Optional[_Waits] = None
         self._is_connecting = False
@@ -373,21 +368,15 @@ class AsyncTransport:
                 raise
         self._register_channels()
 
-    def _read_channel(self, channel: ClientChannel) -> None:
-        """Process the answers that a channel has, as long as there are calls without an answer."""
-        for _ in range(_MAX_PACKETS):
-            if not self._channels.receive(channel) or not self._core.calls:
-                break
-
     def _register_channels(self) -> None:
-        """Make the event loop call `_read_channel` for new channels."""
+        """Make the event loop call `ChannelSockets.receive` for new channels."""
         self._channels.close_unused()
         known, self._registered = self._registered, self._channels.by_descriptor
         if self._registered is not known:
             waits = self._running_waits()
             for descriptor, channel in self._registered.items():
                 if known.get(descriptor) is not channel:
-                    waits.loop.add_reader(descriptor, waits.wake_tasks, partial(self._read_channel, channel))
+                    waits.loop.add_reader(descriptor, waits.wake_tasks, partial(self._channels.receive, channel))
 
     def _unregister_channel(self, descriptor: int) -> None:
         """Remove a channel from the event loop before its descriptor is closed."""

@@ -158,9 +158,10 @@ class Pending(Uncopied):
         return self._poll()
 
     def cancel(self) -> None:
-        """Cancel the request if it has not ended: no worker starts it, and `result` raises `Cancelled`.
+        """Cancel the request if it has not ended: `result` raises `Cancelled`.
 
-        If a response was sent before the daemon received the cancellation, `result` returns this response instead.
+        No worker starts the request, unless the client has sent it to the workers directly. If a response was sent
+        before the daemon received the cancellation, `result` returns this response instead.
 
         Raises:
             DeadlineExceeded: the daemon does not read, so the client could not send the cancellation within its

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Dict, List, Optional
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import pytest
 
@@ -38,10 +38,9 @@ class Calls(ChannelCalls):
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.tracked: Dict[str, ReferenceType[PendingCall]] = {}
         self.sent: Dict[str, PendingCall] = {}
         ids = iter(map(str, range(100, 200)))
-        super().__init__(self.tracked, ChannelRequests(lambda: next(ids), None, self.clock))
+        super().__init__({}, ChannelRequests(lambda: next(ids), None, self.clock))
         self.on_connected(can_open=True)
 
     def answer(self, model: str = "m", count: int = 1, description: bytes = b"d") -> None:

@@ -104,25 +104,26 @@ def _no_call() -> Optional[PendingCall]:
 class ChannelCalls:
     """The calls of one client that use direct channels, and the channels.
 
-    A call is on a channel as long as its attribute `channel` is set and it is in `calls`.
+    A call is on a channel as long as its attribute `channel` is set and it is in `tracked`.
 
     Args:
-        calls: weak references to the calls in progress, by request id; see `ClientCore.calls`.
+        tracked: weak references to the calls in progress, by request id; see `ClientCore.calls`.
         requests: decides when the client asks for channels.
 
     Attributes:
+        tracked: as above.
         requests: as above.
         usable: the channel on which requests may be sent, by the encoded description of the request.
         channels: the channels that have not ended, by their ids.
         notices: the notices that were not applied.
     """
 
-    def __init__(self, calls: Dict[str, ReferenceType[PendingCall]], requests: ChannelRequests) -> None:
+    def __init__(self, tracked: Dict[str, ReferenceType[PendingCall]], requests: ChannelRequests) -> None:
         self.requests = requests
         self.usable: Dict[Optional[bytes], ClientChannel] = {}
         self.channels: Dict[str, ClientChannel] = {}
         self.notices: List[Notice] = []
-        self._calls = calls
+        self.tracked = tracked
         # The channel of each model, until the daemon reports its end or the connection is lost.
         self._by_model: Dict[str, ClientChannel] = {}
         self._has_retired = False
@@ -215,7 +216,7 @@ class ChannelCalls:
                 lost += self._end(self.channels.get(notice.id), ended)
                 continue
             channel = self.channels.get(notice.channel)
-            call = self._calls.get(notice.id, _no_call)()
+            call = self.tracked.get(notice.id, _no_call)()
             if channel is not None and call is not None and call.channel is channel:
                 call.channel = None
                 if isinstance(notice, RequestLost):
@@ -237,7 +238,7 @@ class ChannelCalls:
     def abort(self, channel: ClientChannel) -> List[PendingCall]:
         """Forget a channel on which no answer follows. Return the calls that fail."""
         self.discard(channel)
-        return [each for each in self._calls_on(channel) if self._calls.pop(each.id, None) is not None]
+        return [each for each in self._calls_on(channel) if self.tracked.pop(each.id, None) is not None]
 
     def discard(self, channel: ClientChannel) -> None:
         """Forget a channel: the caller closes its end."""
@@ -303,5 +304,5 @@ class ChannelCalls:
         return calls
 
     def _calls_on(self, channel: ClientChannel) -> List[PendingCall]:
-        calls = [reference() for reference in list(self._calls.values())]
+        calls = [reference() for reference in list(self.tracked.values())]
         return [each for each in calls if each is not None and each.channel is channel]

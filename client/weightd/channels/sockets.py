@@ -29,8 +29,10 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # Errors after which the channel goes on: its queue is full, the packet is too large for it, or memory is short.
 _PASSING_ERRORS = frozenset({errno.EAGAIN, errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM})
 
-# Maximum number of packets that are read before a notice is applied. A queue of the kernel holds fewer.
-_MAX_QUEUED_PACKETS = 4096
+# Maximum number of packets in one call of `receive`, and of its calls before a notice is applied. A queue of the kernel
+# holds fewer packets than both together.
+_MAX_PACKETS = 64
+_MAX_READS = 64
 
 
 class ChannelSockets:
@@ -59,7 +61,7 @@ class ChannelSockets:
         on_message: Callable[[Sequence[Any], ClientChannel], None],
     ) -> None:
         self._calls = calls
-        self._usable = calls.usable
+        self._usable, self._tracked = calls.usable, calls.tracked
         self._track = track
         self._untrack = untrack
         self._on_message = on_message
@@ -123,14 +125,19 @@ class ChannelSockets:
             self.by_descriptor = {**self.by_descriptor, descriptor: channel}
 
     def receive(self, channel: ClientChannel) -> bool:
-        """Read a packet of a channel and process it. Return whether there may be more.
+        """Process the packets of a channel, as long as there are calls. Return whether there may be more packets.
 
         If the reader is interrupted, an answer may be lost. So the calls on the channel fail in this case.
         """
         try:
-            packet = channel.end.recv(limits.MAX_PACKET_BYTES)
-            if packet:
+            for _ in range(_MAX_PACKETS):
+                packet = channel.end.recv(limits.MAX_PACKET_BYTES)
+                if not packet:
+                    break
                 self._on_message(split_answer(packet), channel)
+                if not self._tracked:
+                    return False
+            else:
                 return True
         except BlockingIOError:
             return False
@@ -150,7 +157,7 @@ class ChannelSockets:
     def apply_notices(self) -> List[PendingCall]:
         """Read the channels of the daemon's notices, and apply the notices. Return the calls to send again."""
         for channel in self._calls.noticed_channels():
-            for _ in range(_MAX_QUEUED_PACKETS):
+            for _ in range(_MAX_READS):
                 if channel.is_read_to_end or not self.receive(channel):
                     break
         with self.lock:
