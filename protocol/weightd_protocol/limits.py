@@ -55,7 +55,7 @@ MAX_CHANNEL_TENANTS = 64
 MAX_CHANNEL_ROWS = 256
 
 # Maximum size of a packet on a direct channel. By default, the kernel accepts packets of up to 212,960 bytes. But from
-# 128 KiB on, glibc may map and unmap memory for each buffer into which a packet is read, which takes as long as reading.
+# 128 KiB on, glibc may map and unmap memory for each buffer into which a packet is read, which takes time.
 MAX_PACKET_BYTES = 120 * 1024
 
 # Maximum number of different descriptions of the requests on one direct channel.
