@@ -22,7 +22,17 @@ from hypothesis.strategies import SearchStrategy
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, decode, encode
 from weightd_protocol.errors import LocalProtocolError, RemoteProtocolError
-from weightd_protocol.messages import accounts, control, events, metrics, ranks, regions, status, worker_common
+from weightd_protocol.messages import (
+    accounts,
+    channels,
+    control,
+    events,
+    metrics,
+    ranks,
+    regions,
+    status,
+    worker_common,
+)
 from weightd_protocol.messages import inference as messages
 from weightd_protocol.messages import worker as worker_messages
 from weightd_protocol.messages.types import FROM_CLIENT, TO_CLIENT
@@ -38,9 +48,12 @@ TABLES: Sequence[Mapping[str, Type[Any]]] = (
     worker_messages.TO_CHILD,
 )
 ALL: Dict[str, Type[Any]] = {tag: cls for table in TABLES for tag, cls in table.items()}
+MODULES = (
+    messages, regions, channels, control, status, events, metrics, accounts, worker_common, ranks, worker_messages,
+)  # fmt: skip
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
-    for module in (messages, regions, control, status, events, metrics, accounts, worker_common, ranks, worker_messages)
+    for module in MODULES
     for name, cls in inspect.getmembers(module, inspect.isclass)
     if dataclasses.is_dataclass(cls)
 }

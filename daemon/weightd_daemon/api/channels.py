@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,10 +19,11 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.transport.connection import ClientConnection
 from weightd_daemon.transport.connections import ClientConnections
-from weightd_protocol.codec import encode
-from weightd_protocol.errors import FailedPrecondition, InvalidArgument, RequestError, Unavailable
+from weightd_protocol import limits
+from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import FailedPrecondition, InvalidArgument, RemoteProtocolError, RequestError, Unavailable
 from weightd_protocol.framing import Message
-from weightd_protocol.messages.channels import ChannelOpened, OpenChannel
+from weightd_protocol.messages.channels import FROM_CHANNEL, ChannelOpened, OpenChannel
 from weightd_protocol.messages.types import DaemonMessage
 
 # Quotas that the daemon can only apply to requests that it receives.
@@ -80,7 +82,9 @@ class ChannelApi:
         _check_quotas(tenant.config)
         model.dispatcher.isolator.check_direct(origin, tenant, now)
         usage = self._usage_table.usage_of(tenant.name, model.name)
-        self._service.open(ChannelOwner(connection.key, message.id, model.name, origin, tenant, usage), now)
+        self._service.open(
+            ChannelOwner(connection.key, message.id, model.name, origin, tenant, usage, message.tenant), now
+        )
 
     # --- called by the service ----------------------------------------------------------------------------------
 
@@ -96,11 +100,14 @@ class ChannelApi:
         """Send an error to a client."""
         self._responses.reply_error(client, request_id, error)
 
-    def on_packet(self, client: bytes, packet: bytes) -> None:
+    def on_packet(self, owner: ChannelOwner, packet: bytes) -> None:
         """Handle a request that was sent on a channel, as if the client had sent it on its connection."""
-        connection, message = self._connections.get(client), message_of(packet)
-        if connection is not None and message is not None and not connection.is_closing:
-            self._on_message(connection, message)
+        connection, message = self._connections.get(owner.client), message_of(packet)
+        if connection is None or message is None or connection.is_closing:
+            return
+        if owner.named_tenant is not None:
+            message = with_tenant(message, owner.named_tenant)
+        self._on_message(connection, message)
 
     # --- called by the router -----------------------------------------------------------------------------------
 
@@ -126,6 +133,20 @@ class ChannelApi:
         frame: bytes | None = getattr(request.description, "_frame", None)
         if frame is not None and not request.locations.inputs and request.priority_level == 0:
             self._service.on_answered(request.client, request.usage, hashlib.sha256(frame).hexdigest())
+
+
+def with_tenant(message: Message, name: str) -> Message:
+    """Return a request with the tenant of its channel, which the client does not send on the channel.
+
+    A message that is no request stays as it is: it will be refused.
+    """
+    try:
+        infer = decode(message.frames, FROM_CHANNEL)
+    except RemoteProtocolError:
+        return message
+    infer = dataclasses.replace(infer, parameters=dataclasses.replace(infer.parameters, tenant=name))
+    frames = [*encode(infer), *message.frames[limits.MAX_HEADER_FRAMES :]]
+    return Message(frames, tuple(map(len, frames)))
 
 
 def _check_quotas(config: TenantConfig) -> None:

@@ -51,7 +51,7 @@ class ChannelClients(Protocol):
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send an error to a client."""
 
-    def on_packet(self, client: bytes, packet: bytes) -> None:
+    def on_packet(self, owner: ChannelOwner, packet: bytes) -> None:
         """Handle a request that was sent on a channel, as if the client had sent it on its connection."""
 
 
@@ -69,6 +69,7 @@ class ChannelOwner(NamedTuple):
         origin: the client.
         tenant: the tenant.
         usage: counts the requests.
+        named_tenant: the name of the tenant in the client's message; None if the message named none.
     """
 
     client: bytes
@@ -77,6 +78,7 @@ class ChannelOwner(NamedTuple):
     origin: ClientOrigin
     tenant: Tenant
     usage: Usage
+    named_tenant: str | None = None
 
 
 @dataclass(eq=False)
@@ -173,7 +175,7 @@ class ChannelSockets:
             case ReadQueue(serial):
                 self._read_queue(device, serial)
             case Relay(_, serial, _, payload):
-                self._clients().on_packet(self.channels[serial].owner.client, payload)
+                self._clients().on_packet(self.channels[serial].owner, payload)
             case CloseDuplicate(serial):
                 self._forget(serial)
             case ReplaceWorker(process):

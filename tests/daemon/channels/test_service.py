@@ -73,7 +73,7 @@ class Peers:
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         raise AssertionError(error)
 
-    def on_packet(self, client: bytes, packet: bytes) -> None:
+    def on_packet(self, owner: ChannelOwner, packet: bytes) -> None:
         self.packets.append(packet)
 
     def _on_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
