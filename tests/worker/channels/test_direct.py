@@ -8,7 +8,7 @@ import os
 import socket
 import struct
 import time
-from typing import Any, Generator, List, Tuple
+from typing import Any, List, Tuple
 
 import numpy as np
 import pytest
@@ -63,27 +63,6 @@ from weightd_protocol.messages.inference import (
 from weightd_protocol.messages.regions import InputLocation, Regions
 from weightd_worker import exit_codes
 from weightd_worker.engines.engine import Arrays, ModelCorrupted
-
-
-@pytest.fixture
-def device() -> Generator[Device, None, None]:
-    made = Device()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def worker(device: Device) -> Generator[Worker, None, None]:
-    made = Worker(device)
-    yield made
-    made.channels.close()
-
-
-@pytest.fixture
-def client(device: Device, worker: Worker) -> Client:
-    made = device.open()
-    worker.add(made)
-    return made
 
 
 def test_requests_are_answered_on_the_channel(device: Device, worker: Worker, client: Client) -> None:

@@ -140,7 +140,7 @@ class DirectChannels:
             scheduler = PullScheduler(pages.daemon_page, (), pages.own, ())
             self._session = ChannelSession(DEVICE_LAYOUT, pages.daemon_page, pages.own, scheduler, order.generation)
         rows = self._pages.rows(order.rows)
-        self._session.set_rows(rows, [rows[each] for each in order.peers])
+        self._session.set_rows(rows, [rows[each] for each in order.peers], self._pages.table(order.rows))
 
     def _add(self, order: AddChannel) -> None:
         """Begin to read a channel."""

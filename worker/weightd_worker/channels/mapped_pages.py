@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from typing import List
+from typing import Any, List
+
+import numpy as np
 
 from weightd_common.channels.pages import (
     DEVICE_BYTES,
     DEVICE_LAYOUT,
+    WORD_BYTES,
     Page,
     daemon_page,
     page_over,
@@ -42,3 +45,8 @@ class MappedPages:
         for row in range(len(self._rows), count):
             self._rows.append(row_page(self._memory, row))
         return self._rows[:count]
+
+    def table(self, count: int) -> Any:
+        """Return the first `count` rows as an array of doubles: the row, the word."""
+        shape, strides = (count, DEVICE_LAYOUT.row_bytes // WORD_BYTES), (row_offset(1) - row_offset(0), WORD_BYTES)
+        return np.ndarray(shape, np.float64, self._memory, row_offset(0), strides)

@@ -21,7 +21,9 @@ time is charged by the weight with which it started.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence, Tuple
+
+import numpy as np
 
 from weightd_common.channels.messages import EXPIRED, FOREIGN, ORDERED, OVERDRAWN
 from weightd_common.channels.pages import (
@@ -33,6 +35,7 @@ from weightd_common.channels.pages import (
     MAX_VIRTUAL_S,
     OFFSET,
     REQUEST_LIMIT,
+    REQUESTS,
     SINCE,
     SLOT_OPEN,
     STAGE,
@@ -56,6 +59,12 @@ _MAX_LEAD_S = 1.0
 
 # Seconds for which a worker counts as active after it has started a request.
 _ACTIVE_S = 1.0
+
+# Seconds after which a worker reads again how far the workers of other models are.
+_FINISH_INTERVAL_S = 0.01
+
+# Number of rows from which on one operation of numpy on all rows takes less time than a loop.
+_MIN_TABLE_ROWS = 32
 
 # Weight of the latest request in the exponentially weighted mean of a tenant's costs.
 _MEAN_WEIGHT = 0.2
@@ -103,21 +112,33 @@ class PullScheduler:
     def __init__(self, page: Page, rows: Sequence[Page], own: Page, peers: Sequence[Page]) -> None:
         self._page_words, self._page_reals = page
         self._own = own.reals
+        # By channel: the requests and bytes in the rows of other models, which belong to earlier channels of the slot.
+        self._other_counts: Dict[int, Tuple[int, int]] = {}
         self.set_rows(rows, peers)
         self._turn = 0
         # The mean cost of a request of each tenant.
         self._costs: Dict[int, float] = {}
         # The charged request: the virtual seconds for a device second, and the tenant's seconds before the request.
-        self._charged_rate = 1.0
-        self._charged_before = 0.0
+        self._charged = 1.0, 0.0
+        # The lowest virtual time of other models' workers, and the time at which it is read again.
+        self._finish = 0.0
         self.stopped: List[Tuple[PulledChannel, str]] = []
 
-    def set_rows(self, rows: Sequence[Page], peers: Sequence[Page]) -> None:
-        """Replace the rows: a worker of the device has started. Keep the rows of workers that have exited."""
-        self._row_words = [row.words for row in rows]
+    def set_rows(self, rows: Sequence[Page], peers: Sequence[Page], table: Any = None) -> None:
+        """Replace the rows: a worker of the device has started. Keep the rows of workers that have exited.
+
+        Args:
+            rows: the rows of all workers of the device.
+            peers: the rows of the workers of this worker's model.
+            table: the same rows as an array of doubles with two dimensions; None to read the rows one by one.
+        """
         self._row_reals = [row.reals for row in rows]
+        self._peer_words = [row.words for row in peers]
         self._peer_reals = [row.reals for row in peers]
         self._other_rows = [row for row in rows if not any(row is peer for peer in peers)]
+        self._table = table if len(rows) >= _MIN_TABLE_ROWS else None
+        self._other_counts.clear()
+        self._next_finish_at = 0.0
 
     def choose(self, readable: Sequence[PulledChannel], now: float) -> Optional[PulledChannel]:
         """Return the channel from which this worker reads the next request; None if no readable channel is usable.
@@ -137,8 +158,8 @@ class PullScheduler:
     def refusal(self, channel: PulledChannel, now: float) -> str:
         """Return why this worker must not run a request that it has taken and counted; "" if it may."""
         index, row_index = channel.index, channel.row_index
-        requests = nbytes = 0
-        for row in self._row_words:
+        requests, nbytes = self._other_counts.get(channel.serial) or self._count_others(channel)
+        for row in self._peer_words:
             requests += row[row_index]
             nbytes += row[row_index + BYTES]
         words = self._page_words
@@ -148,11 +169,12 @@ class PullScheduler:
 
     def cancel(self, channel: PulledChannel) -> None:
         """Take back the charge of `choose`: no request runs."""
-        self._own[channel.used_index] = self._charged_before
+        self._own[channel.used_index] = self._charged[1]
 
     def settle(self, channel: PulledChannel, seconds: float) -> None:
         """Replace the charged expectation by the measured device seconds of the request."""
-        self._own[channel.used_index] = self._charged_before + seconds * self._charged_rate
+        rate, before = self._charged
+        self._own[channel.used_index] = before + seconds * rate
         mean = self._costs.get(channel.tenant)
         self._costs[channel.tenant] = seconds if mean is None else mean + _MEAN_WEIGHT * (seconds - mean)
 
@@ -160,6 +182,11 @@ class PullScheduler:
         """Return the virtual time of a channel's tenant in seconds."""
         index = channel.used_index
         base_index = index + BASE
+        if self._table is not None:
+            used = float(np.add.reduce(self._table[:, index]))
+            base = float(np.maximum.reduce(self._table[:, base_index]))
+            if -MAX_VIRTUAL_S <= used <= MAX_VIRTUAL_S and 0 <= base <= MAX_VIRTUAL_S:
+                return used + base + self._page_reals[channel.weight_index + OFFSET]
         used = base = 0.0
         for row in self._row_reals:
             used += row[index]
@@ -200,7 +227,7 @@ class PullScheduler:
         own[index] = before + expected_s * rate
         own[START] = time if time > model_time else model_time
         own[FINISH] = time + expected_s * rate
-        self._charged_rate, self._charged_before = rate, before
+        self._charged = rate, before
 
     def _lowest(self, readable: Sequence[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
         """Return the next channel, the virtual time of its tenant, and whether no other tenant has a channel."""
@@ -240,13 +267,23 @@ class PullScheduler:
     def _lowest_finish(self, now: float) -> float:
         """Return the lowest virtual time that an active worker of another model has charged; infinity without one.
 
-        A worker is active while it runs a request, and for a short time after it has started one.
+        A worker is active while it runs a request, and for a short time after it has started one. The result may be
+        slightly out of date.
         """
-        lowest = float("inf")
-        for words, reals in self._other_rows:
-            if (words[STAGE] == STAGE_RUNNING or now < reals[SINCE] + _ACTIVE_S) and reals[FINISH] < lowest:
-                lowest = reals[FINISH]
-        return lowest
+        if now >= self._next_finish_at:
+            lowest = float("inf")
+            for words, reals in self._other_rows:
+                if (words[STAGE] == STAGE_RUNNING or now < reals[SINCE] + _ACTIVE_S) and reals[FINISH] < lowest:
+                    lowest = reals[FINISH]
+            self._finish, self._next_finish_at = lowest, now + _FINISH_INTERVAL_S
+        return self._finish
+
+    def _count_others(self, channel: PulledChannel) -> Tuple[int, int]:
+        index = channel.row_index
+        counts = [(row.words[index + REQUESTS], row.words[index + BYTES]) for row in self._other_rows]
+        total = sum([requests for requests, _ in counts]), sum([nbytes for _, nbytes in counts])
+        self._other_counts[channel.serial] = total
+        return total
 
 
 def _greatest(rows: Sequence[Reals], index: int) -> float:

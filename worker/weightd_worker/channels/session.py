@@ -20,7 +20,7 @@ channel: the caller closes its descriptor, then sends the message.
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from weightd_common.channels.messages import ENDED, FOREIGN, ORDERED, AddChannel, AnswerDropped, HandedOver, Released
 from weightd_common.channels.pages import GENERATION, SERIAL, TENANT, Layout, Page
@@ -53,9 +53,9 @@ class ChannelSession:
         self._has_run = False
         self.channels: Dict[int, PulledChannel] = {}
 
-    def set_rows(self, rows: Sequence[Page], peers: Sequence[Page]) -> None:
-        """Replace the rows of the device's workers, and of this worker's generation: a worker has started."""
-        self._scheduler.set_rows(rows, peers)
+    def set_rows(self, rows: Sequence[Page], peers: Sequence[Page], table: Any = None) -> None:
+        """Replace the rows of the device's workers, and of this worker's generation (`PullScheduler.set_rows`)."""
+        self._scheduler.set_rows(rows, peers, table)
 
     def add(self, order: AddChannel) -> List[Released]:
         """Begin to read a channel. Return its release if the page has another channel or generation in the slot."""
