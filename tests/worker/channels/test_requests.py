@@ -61,7 +61,7 @@ def test_many_rows_have_the_same_sums_as_few(device: Device) -> None:
     device.row(1).reals[DEVICE_LAYOUT.row_tenant(0) + USED] = np.inf
     device.row(1).reals[DEVICE_LAYOUT.row_tenant(0) + USED + 1] = np.inf
     for worker in (few, many):
-        session: Any = vars(worker.channels)["_session"]
+        session = vars(worker.channels)["_session"]
         assert session._scheduler.virtual_time(session.channels[client.serial]) == 8.5
         worker.channels.close()
 
