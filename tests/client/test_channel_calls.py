@@ -213,6 +213,13 @@ def test_a_request_that_was_not_sent_does_not_count(calls: Calls) -> None:
     assert (channel.sent_requests, channel.sent_bytes, calls.ids_on(channel)) == (0, 0, [])
 
 
+def test_a_call_that_has_ended_keeps_no_packet(calls: Calls) -> None:
+    calls.send(calls.open(), "1")
+    call = calls.sent["1"]
+    call.succeed(None)
+    assert (call.packet, call.channel) == (None, None)
+
+
 def test_a_request_that_was_sent_again_is_not_sent_a_third_time(calls: Calls) -> None:
     channel = calls.open()
     calls.send(channel, "1")

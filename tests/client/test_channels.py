@@ -164,6 +164,9 @@ def test_a_full_channel_is_not_waited_for(client: Client, channels: FakeChannels
     for number, each in enumerate(queued):
         channel.answer(channel.take())
         assert value_of(each) == number
+    other = submit(client, 1.0)
+    channel.answer(channel.take())
+    assert value_of(other) == 1.0
 
 
 def test_a_refused_channel_is_not_requested_again(client: Client, channels: FakeChannels) -> None:
@@ -328,6 +331,29 @@ def test_the_end_of_a_channel_sends_its_requests_again(
     assert len(channels.relayed) == 3
 
 
+def test_all_answers_are_read_before_a_notice_applies(
+    client: Client, channels: FakeChannels, channel: FakeChannel
+) -> None:
+    pending = [submit(client, float(number)) for number in range(90)]
+    for _ in pending[1:]:
+        channel.answer(channel.take())
+    channel.finish()
+    assert value_of(pending[-1]) == 89.0
+    assert [value_of(each) for each in pending] == [*range(90)]
+    assert len(channels.relayed) == 1
+
+
+def test_answers_behind_a_reset_are_read(client: Client, channel: FakeChannel) -> None:
+    pending = [submit(client, float(number)) for number in range(2)]
+    channel.answer(channel.take())
+    channel.end.close()
+    sockets = client._session.channels  # pyright: ignore[reportPrivateUsage]
+    [end] = sockets.by_descriptor.values()
+    assert sockets.receive(end)
+    assert not sockets.receive(end)
+    assert value_of(pending[0]) == 0.0
+
+
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_the_end_of_the_socket_waits_for_the_notice(
     client: Client, channels: FakeChannels, channel: FakeChannel, daemon: FakeDaemon, is_reset: bool
@@ -361,6 +387,7 @@ def test_a_revoked_channel_sends_requests_to_the_daemon(
     for _ in range(3):
         client.infer("m", X)
     assert len(channels.relayed) == 3
+    assert client._core.channels.usable == {}  # pyright: ignore[reportPrivateUsage]
     if how == "shut down":
         channel.answer(request)
     assert value_of(pending) == 1.0
@@ -527,6 +554,21 @@ def test_a_forked_process_does_not_touch_the_channel(client: Client, channel: Fa
     os.waitpid(child, 0)
     channel.answer(channel.take())
     assert value_of(pending) == 9.0
+
+
+def test_closing_ends_the_channel_of_a_forked_process_too(client: Client, channel: FakeChannel) -> None:
+    ended, end = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+    client.close()
+    channel.end.settimeout(LIMIT_S)
+    assert channel.end.recv(1) == b""
+    os.close(end)
+    os.waitpid(child, 0)
+    os.close(ended)
 
 
 def test_an_interrupted_reader_fails_the_calls_of_the_channel(
