@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from weightd_common.channels.messages import AddChannel as AddChannelValue
 from weightd_common.channels.messages import Adopted, Ended, Granted, Lost, Notice, Refilled
+from weightd_common.stream import ANCILLARY_BYTES, descriptors_in
 from weightd_daemon.channels.device import Device
 from weightd_daemon.channels.packets import request_number
 from weightd_daemon.channels.rows import Counts
@@ -28,6 +29,8 @@ from weightd_daemon.channels.table import (
     ShutDown,
 )
 from weightd_daemon.platform import event_loop
+from weightd_daemon.platform.fd_closer import DescriptorCloser
+from weightd_daemon.platform.log_setup import log_resource_error
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import Usage
@@ -36,6 +39,8 @@ from weightd_protocol.errors import RequestError
 from weightd_protocol.messages import channels as wire
 from weightd_protocol.messages.types import DaemonMessage
 from weightd_protocol.messages.worker import ChildOrder
+
+_RECEIVE_FLAGS = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
 
 
 class ChannelClients(Protocol):
@@ -126,6 +131,7 @@ class ChannelSockets:
         # The clients' ends of channels, until they are sent.
         self._client_ends: dict[int, socket.socket] = {}
         self._is_executing = False
+        self._fd_closer = DescriptorCloser(log_resource_error)
 
     def add(self, serial: int, channel: OpenChannel, client_end: socket.socket) -> None:
         """Add a channel that was just granted."""
@@ -214,12 +220,15 @@ class ChannelSockets:
 
     def _read_queue(self, device: Device, serial: int) -> None:
         """Read the queue of a channel to its end."""
-        duplicate = self.channels[serial].duplicate
+        channel = self.channels[serial]
+        duplicate = channel.duplicate
         while True:
             try:
-                packet = duplicate.recv(limits.MAX_PACKET_BYTES, socket.MSG_DONTWAIT)
+                packet, ancillary, _, _ = duplicate.recvmsg(limits.MAX_PACKET_BYTES, ANCILLARY_BYTES, _RECEIVE_FLAGS)
             except OSError:
                 break
+            for descriptor in descriptors_in(ancillary):
+                self._fd_closer.close(channel.owner.origin.principal, descriptor)
             if packet:
                 device.table.on_queued(serial, request_number(packet), packet)
             elif not queued_bytes(duplicate):
@@ -228,7 +237,8 @@ class ChannelSockets:
 
     def _forget(self, serial: int) -> None:
         channel = self.channels.pop(serial)
-        channel.duplicate.close()
+        # The queue may have descriptors of the client, which the kernel closes with it. Closing one can block.
+        self._fd_closer.close(channel.owner.origin.principal, channel.duplicate.detach())
         client = channel.owner.client
         serials = self.by_client[client]
         serials.discard(serial)

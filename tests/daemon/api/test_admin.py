@@ -38,7 +38,7 @@ class AdminHarness:
             reply=lambda client, response: self.replies.append(response),
             reply_error=lambda client, request_id, error: self.replies.append(error),
         )
-        daemon = DaemonControl(*[cast(Any, None)] * 5)
+        daemon = DaemonControl(*[cast(Any, None)] * 6)
         self.admin = AdminApi(cast(Any, lookup), cast(Any, authorizer), daemon, cast(Any, responses))
 
     def restart(self, *, wait: bool) -> None:
@@ -72,7 +72,7 @@ def test_audit_log_does_not_call_a_dry_run_a_reload(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "weightd.audit")
     authorizer = SimpleNamespace(check_reload=lambda *_: None)
     responses = SimpleNamespace(reply=lambda *_: None)
-    daemon = DaemonControl(*cast(Any, (None, lambda on_done, _: on_done(ConfigDiff((), (), (), ())), None, None, None)))
+    daemon = DaemonControl(*cast(Any, (None, lambda on_done, _: on_done(ConfigDiff((), (), (), ())), *[None] * 4)))
     admin = AdminApi(cast(Any, SimpleNamespace(registry=None)), cast(Any, authorizer), daemon, cast(Any, responses))
     for dry_run in (True, False):
         admin.on_reload(CONNECTION, Reload("1", dry_run), (), 0.0)
