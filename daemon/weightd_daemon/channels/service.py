@@ -54,6 +54,14 @@ _EXTEND_BELOW_S = 7.0
 # Seconds without a request after which a channel ends.
 _IDLE_TIMEOUT_S = 60.0
 
+# Seconds that a request on a channel may run. Longer requests must pass through the daemon, which keeps a worker free
+# for short ones. After a longer one, the tenant or user has no channel of the model for some time.
+_MAX_RUN_S = 0.1
+_SLOW_RETENTION_S = 60.0
+
+# Maximum number of tenants and models with long requests. The oldest entry is dropped first.
+_MAX_SLOW = 1024
+
 # Requests and bytes that a client may send between two looks at the rows: more than any worker can take.
 _WINDOW_REQUESTS = 16_384
 _WINDOW_BYTES = 2**32
@@ -86,6 +94,8 @@ class ChannelService:
         self._on_used = on_used
         self._devices = self._sockets.devices
         self._device_of: dict[str, Device] = {}
+        # By principal and model: until when the principal has no channels, because a request ran long.
+        self._slow_until: dict[tuple[str, str], float] = {}
         self._generations: dict[str, int] = {}
         # Serials start at the time in microseconds, so that no channel of an earlier daemon has the same one.
         self._first_serial = time.time_ns() // 1000
@@ -177,6 +187,8 @@ class ChannelService:
             FailedPrecondition: the model has no direct channels.
             ResourceExhausted: the client, its user or the device has too many channels.
         """
+        if now < self._slow_until.get((owner.origin.principal, owner.model), 0.0):
+            raise FailedPrecondition(f"a request to {owner.model} ran longer than {_MAX_RUN_S:g} s on a direct channel")
         device, generation = self._find_generation(owner.model)
         if len(self.by_client.get(owner.client, ())) >= MAX_CLIENT_CHANNELS:
             raise ResourceExhausted(f"this connection already has {MAX_CLIENT_CHANNELS} direct channels")
@@ -280,7 +292,7 @@ class ChannelService:
     # --- timer --------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        """Count requests, extend channels, end unused ones, and find hung workers."""
+        """Count requests, extend channels, end unused ones, and find requests that run long or hang."""
         for device in self._devices.values():
             if not device.table.channels:
                 continue
@@ -332,9 +344,21 @@ class ChannelService:
         usage.slot_seconds += counts.seconds - before.seconds
         self._on_used(channel.owner.model, now)
 
+    def _on_slow(self, principal: str, model: str, now: float) -> None:
+        """End the channels of a principal to a model; the daemon dispatches the requests that are queued in them."""
+        self._slow_until.pop((principal, model), None)
+        self._slow_until[principal, model] = now + _SLOW_RETENTION_S
+        if len(self._slow_until) > _MAX_SLOW:
+            del self._slow_until[next(iter(self._slow_until))]
+        for serial, channel in tuple(self._channels.items()):
+            if channel.owner.model == model and channel.owner.origin.principal == principal:
+                self._end(serial, ChannelEvent.RIGHTS_CHANGE)
+
     def _end_hung(self, device: Device, now: float) -> None:
         for worker in tuple(device.workers.values()):
             loss = self._running(device, worker)
+            if loss is not None and loss.ran_s > _MAX_RUN_S:
+                self._on_slow(loss.origin.principal, worker.info.model, now)
             if worker.is_faulty or loss is None or loss.ran_s < worker.info.predict_timeout_s:
                 continue
             reason = f"a predict took longer than predict_timeout ({worker.info.predict_timeout_s:g} s)"

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from weightd_common.channels.messages import ORDERED
+from weightd_common.channels.pages import (
+    CURRENT_CHANNEL,
+    CURRENT_REQUEST,
+    DEVICE_BYTES,
+    SINCE,
+    STAGE,
+    STAGE_RUNNING,
+    row_page,
+)
 from weightd_daemon.channels.service import MAX_CLIENT_CHANNELS, MAX_USER_CHANNELS, ChannelService
 from weightd_daemon.channels.sockets import ChannelOwner
 from weightd_daemon.channels.states import ChannelEvent
@@ -50,12 +61,15 @@ class Peers:
         self.used: list[str] = []
         self.faults: list[str] = []
         self.ran: list[tuple[str, int]] = []
+        self.pages = memoryview(b"")
         self.usage = Usage()
         self.tenant = Tenant("t", TenantConfig())
         self.service = ChannelService(self._send_order, lambda: self, lambda model, now: self.used.append(model))
 
     def _send_order(self, process: str, order: ChildOrder, descriptors: Sequence[int]) -> bool:
         self.orders.append((process, order))
+        if isinstance(order, SetChannelRows) and descriptors:
+            self.pages = memoryview(mmap.mmap(descriptors[0], DEVICE_BYTES))
         if isinstance(order, AddChannel):
             end = socket.socket(fileno=os.dup(descriptors[0]))
             self.worker_ends[order.channel] = end
@@ -91,6 +105,11 @@ class Peers:
         """Open a channel; return its serial."""
         self.service.open(ChannelOwner(client, name, model, origin, self.tenant, self.usage), 0.0)
         return [each.channel for _, each in self.orders if isinstance(each, AddChannel)][-1]
+
+    def tick(self, now: float) -> None:
+        """Let the timer of the service fire."""
+        self.service.timer.set(0.0)
+        self.service.timer.fire(now)
 
     def taken(self, kind: type[object]) -> list[object]:
         """Remove and return the orders and messages of a type."""
@@ -223,12 +242,27 @@ def test_last_retired_worker_answers_the_queue(peers: Peers) -> None:
 def test_unused_channel_ends(peers: Peers) -> None:
     peers.open()
     for second in range(70):
-        peers.service.timer.set(0.0)
-        peers.service.timer.fire(float(second))
+        peers.tick(float(second))
         if peers.taken(ReleaseChannel):
             assert second >= 60
             return
     raise AssertionError("the channel is still open")
+
+
+def test_long_request_ends_the_channels_of_its_user(peers: Peers) -> None:
+    serial = peers.open()
+    peers.client_ends["1"].send(b"queued")
+    row = row_page(peers.pages, 0)
+    row.words[CURRENT_CHANNEL], row.words[CURRENT_REQUEST] = serial, 7
+    row.reals[SINCE] = time.monotonic() - 1.0
+    row.words[STAGE] = STAGE_RUNNING
+    peers.tick(1.0)
+    assert peers.taken(ReleaseChannel) == [ReleaseChannel(serial)]
+    assert peers.packets == [b"queued"]
+    with pytest.raises(FailedPrecondition, match="ran longer"):
+        peers.open("2")
+    peers.open("2", origin=ClientOrigin("process 2", "uid 2"))
+    assert not peers.faults
 
 
 def test_all_channels_end_with_their_rights(peers: Peers) -> None:
