@@ -345,13 +345,17 @@ class ChannelService:
         self._on_used(channel.owner.model, now)
 
     def _on_slow(self, principal: str, model: str, now: float) -> None:
-        """End the channels of a principal to a model; the daemon dispatches the requests that are queued in them."""
+        """End the open channels of a principal to a model; the daemon dispatches the requests that are queued in them.
+
+        Workers still answer the queues of channels that were revoked before, for example because the daemon stops.
+        """
         self._slow_until.pop((principal, model), None)
         self._slow_until[principal, model] = now + _SLOW_RETENTION_S
         if len(self._slow_until) > _MAX_SLOW:
             del self._slow_until[next(iter(self._slow_until))]
         for serial, channel in tuple(self._channels.items()):
-            if channel.owner.model == model and channel.owner.origin.principal == principal:
+            is_open = channel.device.table.channels[serial].machine.state is ChannelState.OPEN
+            if is_open and channel.owner.model == model and channel.owner.origin.principal == principal:
                 self._end(serial, ChannelEvent.RIGHTS_CHANGE)
 
     def _end_hung(self, device: Device, now: float) -> None:
