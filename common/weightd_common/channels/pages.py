@@ -14,7 +14,7 @@ A page has a header, then an entry for each tenant slot, then an entry for each 
                   channel   serial, state, generation, tenant slot, limit of requests, limit of bytes, expiry
     row           header    start, finish, current channel, current request, since, stage
                   tenant    used (device seconds divided by the weight), base (seconds of virtual time)
-                  channel   requests taken, bytes taken, requests ended, device seconds
+                  channel   requests taken, bytes taken, device seconds, requests by outcome, bytes of answers
 
 All counters and limits are cumulative: they only grow while the daemon runs, also when a channel slot is used again and
 when a new worker continues the row of a worker that has exited. The virtual time of a tenant is the sum of `used` over
@@ -71,9 +71,17 @@ _ROW_TENANT_WORDS = 2
 # A worker's entry of a channel slot.
 REQUESTS = 0
 BYTES = 1
-ENDED = 2
-SECONDS = 3
-_ROW_CHANNEL_WORDS = 4
+SECONDS = 2
+ANSWERED = 3  # requests with an answer of the model
+ANSWER_BYTES = 4
+INVALID = 5  # requests whose inputs the model has refused
+FAILED = 6  # requests that the model has not answered for another reason
+LATE = 7  # requests that were read after their deadline
+RETURNED = 8  # requests that were handed over, or whose answer was dropped: the daemon counts them
+_ROW_CHANNEL_WORDS = 9
+
+OUTCOMES = (ANSWERED, INVALID, FAILED, LATE, RETURNED)
+"""The counts of ended requests in a worker's entry of a channel slot. Each ended request counts in one of them."""
 
 # The stages of a worker's current request, in the order in which the worker writes them.
 STAGE_IDLE = 0  # the worker has no request

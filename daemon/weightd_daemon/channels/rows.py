@@ -6,16 +6,18 @@ implausible; the daemon then replaces the worker and trusts none of its current 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Iterable
 from typing import NamedTuple
 
 from weightd_common.channels.pages import (
+    ANSWERED,
     BASE,
     BYTES,
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
-    ENDED,
     REQUESTS,
+    RETURNED,
     SECONDS,
     SINCE,
     STAGE,
@@ -45,12 +47,27 @@ _MAX_DELAY_S = 10.0
 
 
 class Counts(NamedTuple):
-    """Counts of a row for one channel slot, since the row was created."""
+    """Counts of a row for one channel slot, since the row was created: the words of the entry in their order."""
 
     requests: int
     nbytes: int
-    ended: int
     seconds: float
+    answered: int
+    answer_bytes: int
+    invalid: int
+    failed: int
+    late: int
+    returned: int
+
+    @property
+    def run(self) -> int:
+        """The number of requests that have run, and have an answer or an error."""
+        return self.answered + self.invalid + self.failed
+
+    @property
+    def ended(self) -> int:
+        """The number of requests that have ended."""
+        return self.run + self.late + self.returned
 
 
 class Current(NamedTuple):
@@ -69,7 +86,7 @@ class Activity(NamedTuple):
     is_busy: bool
 
 
-NO_COUNTS = Counts(0, 0, 0, 0.0)
+NO_COUNTS = Counts(0, 0, 0.0, 0, 0, 0, 0, 0, 0)
 
 
 class RowReader:
@@ -101,14 +118,16 @@ class RowReader:
         """Return the counts of a channel slot. They never decrease, and never exceed what is possible until `now`."""
         index, words = self._layout.row_channel(slot), self._words
         earlier, age_s = self._counts.get(slot, NO_COUNTS), max(0.0, now - self._created_at) + 1.0
-        # The worker increases `ended` last. Read it first, so that a request that ends now does not look impossible.
-        ended = words[index + ENDED]
-        counts = Counts(words[index + REQUESTS], words[index + BYTES], ended, self._reals[index + SECONDS])
+        # A worker counts a request when it takes it, and its outcome last. Read the outcomes first, so that a request
+        # that ends now does not look impossible.
+        outcomes = [words[each] for each in range(index + ANSWERED, index + RETURNED + 1)]
+        counts = Counts(words[index + REQUESTS], words[index + BYTES], self._reals[index + SECONDS], *outcomes)
         if not (
-            earlier.requests <= counts.requests <= age_s * _MAX_REQUESTS_PER_S
-            and earlier.nbytes <= counts.nbytes <= age_s * _MAX_BYTES_PER_S
-            and earlier.ended <= counts.ended <= counts.requests
-            and earlier.seconds <= counts.seconds <= age_s + _SLACK_S
+            all(map(operator.le, earlier, counts))
+            and counts.requests <= age_s * _MAX_REQUESTS_PER_S
+            and max(counts.nbytes, counts.answer_bytes) <= age_s * _MAX_BYTES_PER_S
+            and counts.ended <= counts.requests
+            and counts.seconds <= age_s + _SLACK_S
         ):
             self.is_plausible = False
             return earlier
@@ -165,7 +184,8 @@ class RowReader:
             reals[index + USED], reals[index + BASE] = self.used_s(slot, now), self.base_s(slot, now)
         for slot in channel_slots:
             index, counts = layout.row_channel(slot), self.counts(slot, now)
-            words[index + REQUESTS], words[index + BYTES], words[index + ENDED] = counts[:3]
+            for position, count in enumerate(counts, index):
+                words[position] = int(count)
             reals[index + SECONDS] = counts.seconds
         reals[START] = self.start_s(now)
         reals[SINCE] = 0.0
@@ -190,13 +210,7 @@ class Rows:
 
     def counts(self, slot: int, now: float) -> Counts:
         """Return the counts of a channel slot, summed over all rows."""
-        counts = [row.counts(slot, now) for row in self.readers]
-        return Counts(
-            sum(each.requests for each in counts),
-            sum(each.nbytes for each in counts),
-            sum(each.ended for each in counts),
-            sum(each.seconds for each in counts),
-        )
+        return Counts(*map(sum, zip(NO_COUNTS, *[row.counts(slot, now) for row in self.readers], strict=True)))
 
     def used_s(self, slot: int, now: float) -> float:
         """Return the virtual time of a tenant slot without its offset."""

@@ -35,7 +35,13 @@ from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
 from weightd_daemon.tenants.usage import Usage
 from weightd_protocol import limits
-from weightd_protocol.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted
+from weightd_protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    InvalidArgument,
+    ResourceExhausted,
+)
 from weightd_protocol.messages import channels as wire
 
 _log = logging.getLogger("weightd")
@@ -87,7 +93,7 @@ class ChannelService:
         on_used: Callable[[str, float], object],
     ) -> None:
         self.timer = Timer(self._tick)
-        self._sockets = ChannelSockets(send_order, clients)
+        self._sockets = ChannelSockets(send_order, clients, self._count)
         self._channels = self._sockets.channels
         self.by_client = self._sockets.by_client
         self._clients = clients
@@ -212,7 +218,7 @@ class ChannelService:
             theirs.close()
             raise ResourceExhausted(f"all {limits.MAX_CHANNELS} direct channels of this device are in use")
         slot = device.table.channels[serial].slot
-        channel = OpenChannel(device, owner, ours, device.table.rows.counts(slot, real), now)
+        channel = OpenChannel(device, slot, owner, ours, device.table.rows.counts(slot, real), now)
         channel.counted_by_row = {each.row: device.reader(each).counts(slot, real) for each in device.workers.values()}
         self._sockets.add(serial, channel, theirs)
         self._sockets.execute()
@@ -237,10 +243,8 @@ class ChannelService:
 
     def count(self) -> None:
         """Count the requests that workers have run until now."""
-        for device in self._devices.values():
-            for serial in tuple(device.table.channels):
-                if device.table.channels[serial].slot >= 0:
-                    self._count(device, serial, event_loop.now())
+        for channel in self._channels.values():
+            self._count(channel)
 
     def close(self) -> None:
         """Close the daemon's descriptors. Clients and workers go on until the channels expire."""
@@ -301,7 +305,7 @@ class ChannelService:
                 device.table.inspect_rows(time.monotonic())
             for serial in tuple(device.table.channels):
                 if has_new_activity:
-                    self._count(device, serial, now)
+                    self._count(self._channels[serial])
                 self._update(device, serial, now)
             self._sockets.execute()
             self._end_hung(device, now)
@@ -323,10 +327,9 @@ class ChannelService:
             taken = min(_WINDOW_REQUESTS, max(0, _WINDOW_REQUESTS - left))
             device.table.refill(serial, taken, _WINDOW_BYTES if taken else 0, real + _LIFETIME_S, real)
 
-    def _count(self, device: Device, serial: int, now: float) -> None:
+    def _count(self, channel: OpenChannel) -> None:
         """Count the requests of a channel since the last call."""
-        channel = self._channels[serial]
-        slot, real = device.table.channels[serial].slot, time.monotonic()
+        device, slot, real = channel.device, channel.slot, time.monotonic()
         counts = device.table.rows.counts(slot, real)
         before, usage = channel.counted, channel.owner.usage
         if counts == before:
@@ -335,13 +338,19 @@ class ChannelService:
             by_worker = device.reader(worker).counts(slot, real)
             earlier = channel.counted_by_row.get(worker.row, NO_COUNTS)
             channel.counted_by_row[worker.row] = by_worker
-            if by_worker.ended > earlier.ended:
-                worker.info.on_ran(worker.process, by_worker.ended - earlier.ended, by_worker.seconds - earlier.seconds)
+            if by_worker.run > earlier.run:
+                worker.info.on_ran(worker.process, by_worker.run - earlier.run, by_worker.seconds - earlier.seconds)
+        now = event_loop.now()
         channel.counted, channel.used_at = counts, now
-        usage.requests += counts.requests - before.requests
-        usage.served += counts.ended - before.ended
+        # The daemon counts a request that was returned to it, or was lost with its worker, when it receives it.
+        usage.requests += counts.ended - counts.returned - before.ended + before.returned
+        usage.served += counts.answered - before.answered
         usage.bytes_in += counts.nbytes - before.nbytes
+        usage.bytes_out += counts.answer_bytes - before.answer_bytes
         usage.slot_seconds += counts.seconds - before.seconds
+        usage.count_errors(InvalidArgument.code, counts.invalid - before.invalid)
+        usage.count_errors(Internal.code, counts.failed - before.failed)
+        usage.count_errors(DeadlineExceeded.code, counts.late - before.late)
         self._on_used(channel.owner.model, now)
 
     def _on_slow(self, principal: str, model: str, now: float) -> None:

@@ -92,6 +92,7 @@ class OpenChannel:
 
     Attributes:
         device: the device.
+        slot: the slot in the device's pages.
         owner: for whom the channel was opened.
         duplicate: the daemon's descriptor of the workers' end.
         counted: the counts that the usage has already.
@@ -101,6 +102,7 @@ class OpenChannel:
     """
 
     device: Device
+    slot: int
     owner: ChannelOwner
     duplicate: socket.socket
     counted: Counts
@@ -115,6 +117,7 @@ class ChannelSockets:
     Args:
         send_order: sends an order to a worker.
         clients: returns the object that sends messages to clients.
+        count: called with a channel that has ended, to count its last requests.
 
     Attributes:
         devices: the devices with workers that can read channels, by name.
@@ -122,12 +125,15 @@ class ChannelSockets:
         by_client: the serials of the channels of each client, by the key of its connection.
     """
 
-    def __init__(self, send_order: SendOrder, clients: Callable[[], ChannelClients]) -> None:
+    def __init__(
+        self, send_order: SendOrder, clients: Callable[[], ChannelClients], count: Callable[[OpenChannel], object]
+    ) -> None:
         self.devices: dict[str, Device] = {}
         self.channels: dict[int, OpenChannel] = {}
         self.by_client: dict[bytes, set[int]] = {}
         self._send_order = send_order
         self._clients = clients
+        self._count = count
         # The clients' ends of channels, until they are sent.
         self._client_ends: dict[int, socket.socket] = {}
         self._is_executing = False
@@ -237,6 +243,7 @@ class ChannelSockets:
 
     def _forget(self, serial: int) -> None:
         channel = self.channels.pop(serial)
+        self._count(channel)
         # The queue may have descriptors of the client, which the kernel closes with it. Closing one can block.
         self._fd_closer.close(channel.owner.origin.principal, channel.duplicate.detach())
         client = channel.owner.client

@@ -104,8 +104,8 @@ class Usage:
         slot_seconds: the seconds for which slots ran requests of the tenant; the seconds of a batch are divided among
             its requests in proportion to their rows.
         queue_seconds: the sum of the seconds from the arrival of each request until a slot received it.
-        bytes_in: tensor bytes received in messages, without shared memory.
-        bytes_out: tensor bytes sent in messages, without shared memory.
+        bytes_in: tensor bytes received in messages, without shared memory; all bytes of packets on direct channels.
+        bytes_out: the same for sent messages.
         unexpected_exits: the number of slots that were lost because of requests of the tenant.
         in_flight: the number of requests that were accepted and have not ended.
         refused: the number of errors by reason, including errors for messages other than requests.
@@ -174,8 +174,12 @@ class Usage:
     def count_refused(self, error: RequestError, *, requests: int = 0) -> None:
         """Count a refused message; `requests` is 1 if the message is an inference request, otherwise 0."""
         self.requests += requests
-        reason = error.quota if isinstance(error, QuotaExceeded) else error.code
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.count_errors(error.quota if isinstance(error, QuotaExceeded) else error.code, 1)
+
+    def count_errors(self, reason: str, number: int) -> None:
+        """Count a number of errors with the same reason."""
+        if number:
+            self.refused[reason] = self.refused.get(reason, 0) + number
 
     @property
     def refused_total(self) -> int:

@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from weightd_common.channels.messages import AddChannel
-from weightd_common.channels.pages import Layout, Page
+from weightd_common.channels.pages import ANSWERED, Layout, Page
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
 from weightd_daemon.channels.table import ChannelTable
@@ -89,7 +89,7 @@ class SimulatedWorker:
     def finish(self, channel: PulledChannel, source: Source, sent_at: float) -> None:
         device = self.device
         self.session.on_result(channel, source.cost_s)
-        self.session.on_answered(channel)
+        self.session.on_answered(channel, ANSWERED)
         self.is_idle = True
         source.waits.append((device.now, device.now - sent_at))
         if device.now + _SEND_S < source.end:

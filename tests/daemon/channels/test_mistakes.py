@@ -260,7 +260,7 @@ def test_finds_an_answer_after_the_confirmed_end() -> None:
 class CountlessRow(Row):
     """Does not count the end of a request that it has handed over."""
 
-    def end_request(self, index: int) -> None:
+    def end_request(self, index: int, outcome: int, answer_bytes: int) -> None:
         self._words[STAGE] = STAGE_IDLE
 
 

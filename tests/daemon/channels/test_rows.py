@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from testkit.examples import examples
 from weightd_common.channels.pages import (
+    ANSWERED,
     BASE,
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
-    ENDED,
     REQUESTS,
     SECONDS,
     SINCE,
@@ -28,7 +28,7 @@ from weightd_common.channels.pages import (
     Page,
     page_over,
 )
-from weightd_daemon.channels.rows import Counts, RowReader, Rows
+from weightd_daemon.channels.rows import NO_COUNTS, RowReader, Rows
 
 from .kernel import new_page
 
@@ -44,7 +44,7 @@ def new_row() -> tuple[Page, RowReader]:
 
 def count(page: Page, requests: int, ended: int, seconds: float = 0.0) -> None:
     index = LAYOUT.row_channel(1)
-    page.words[index + REQUESTS], page.words[index + ENDED] = requests, ended
+    page.words[index + REQUESTS], page.words[index + ANSWERED] = requests, ended
     page.reals[index + SECONDS] = seconds
 
 
@@ -61,7 +61,7 @@ def test_any_bytes_give_bounded_values(contents: list[list[int]], now: float) ->
     page, row = new_row()
     rows = Rows()
     rows.readers.append(row)
-    earlier = Counts(0, 0, 0, 0.0)
+    earlier = NO_COUNTS
     for words in contents:
         for index, word in enumerate(words):
             page.words[index] = word
@@ -90,10 +90,10 @@ def test_any_bytes_give_bounded_values(contents: list[list[int]], now: float) ->
 def test_counts_that_decrease_or_jump_are_implausible(requests: int, ended: int, seconds: float) -> None:
     page, row = new_row()
     count(page, 5, 3, 1.0)
-    assert row.counts(1, NOW) == (5, 0, 3, 1.0)
+    assert row.counts(1, NOW) == (5, 0, 1.0, 3, 0, 0, 0, 0, 0)
     assert row.is_plausible
     count(page, requests, ended, seconds)
-    assert row.counts(1, NOW) == (5, 0, 3, 1.0)
+    assert row.counts(1, NOW) == (5, 0, 1.0, 3, 0, 0, 0, 0, 0)
     assert not row.is_plausible
 
 
@@ -134,7 +134,7 @@ def test_a_successor_continues_the_counts() -> None:
     count(page, 3, 9, float("nan"))
     page.reals[LAYOUT.row_tenant(0) + USED] = 2.5
     row.repair(range(2), range(2), NOW)
-    assert row.counts(1, NOW) == (5, 0, 4, 1.0)
+    assert row.counts(1, NOW) == (5, 0, 1.0, 4, 0, 0, 0, 0, 0)
     assert row.used_s(0, NOW) == 2.5
 
 

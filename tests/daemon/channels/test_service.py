@@ -12,9 +12,17 @@ import pytest
 
 from weightd_common.channels.messages import ORDERED
 from weightd_common.channels.pages import (
+    ANSWER_BYTES,
+    ANSWERED,
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
     DEVICE_BYTES,
+    DEVICE_LAYOUT,
+    FAILED,
+    INVALID,
+    LATE,
+    REQUESTS,
+    RETURNED,
     SINCE,
     STAGE,
     STAGE_RUNNING,
@@ -237,6 +245,22 @@ def test_last_retired_worker_answers_the_queue(peers: Peers) -> None:
         peers.client_ends["1"].send(b"more")
     assert peers.worker_ends[serial].recv(100) == b"queued"
     assert not peers.packets
+
+
+def test_last_requests_of_a_channel_are_counted_by_outcome(peers: Peers) -> None:
+    serial = peers.open()
+    slots = [order.slot for _, order in peers.orders if isinstance(order, AddChannel)]
+    index, words = DEVICE_LAYOUT.row_channel(slots[0]), row_page(peers.pages, 0).words
+    # One of the requests is lost with its worker.
+    counts = {REQUESTS: 12, ANSWERED: 5, ANSWER_BYTES: 50, INVALID: 2, FAILED: 1, LATE: 1, RETURNED: 2}
+    for word, count in counts.items():
+        words[index + word] = count
+    peers.service.on_disconnect(b"c")
+    peers.service.on_report("m.1.w1", ChannelReleased(serial, ORDERED), ())
+    usage = peers.usage
+    assert (usage.requests, usage.served, usage.bytes_out) == (9, 5, 50)
+    assert usage.refused == {"INVALID_ARGUMENT": 2, "INTERNAL": 1, "DEADLINE_EXCEEDED": 1}
+    assert peers.ran == [("m.1.w1", 8)]
 
 
 def test_unused_channel_ends(peers: Peers) -> None:

@@ -25,7 +25,7 @@ from weightd_common.channels.messages import (
     Refilled,
     Released,
 )
-from weightd_common.channels.pages import BYTES, ENDED, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
+from weightd_common.channels.pages import ANSWERED, BYTES, OUTCOMES, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
 from weightd_daemon.channels.states import ChannelEvent, ChannelState
@@ -414,7 +414,7 @@ class Worker(Process):
         elif result is None:
             self.world.answered.add((message.client, message.request))
         yield
-        session.on_answered(channel)
+        session.on_answered(channel, ANSWERED)
 
     def step(self) -> None:
         if not self.is_asleep or self.orders:
@@ -776,7 +776,7 @@ class World:
         for slot in range(LAYOUT.channel_slots):
             index = LAYOUT.row_channel(slot)
             taken = sum(row.words[index + REQUESTS] for row in self.daemon.row_memory)
-            ended = sum(row.words[index + ENDED] for row in self.daemon.row_memory)
+            ended = sum(row.words[index + each] for row in self.daemon.row_memory for each in OUTCOMES)
             nbytes = sum(row.words[index + BYTES] for row in self.daemon.row_memory)
             assert 0 <= taken - ended <= self.deaths, f"accounts: {taken} requests taken, {ended} ended"
             assert abs(nbytes - NBYTES * taken) <= NBYTES * self.deaths, f"accounts: {nbytes} bytes"

@@ -21,6 +21,7 @@ from weightd_common.channels.pages import (
     DEVICE_LAYOUT,
     EXPIRES_AT,
     GENERATION,
+    OUTCOMES,
     REQUEST_LIMIT,
     SERIAL,
     SLOT_OPEN,
@@ -152,6 +153,10 @@ class Device:
 
     def count(self, what: int, slot: int = 0, row: int = 0) -> Any:
         return self.row(row).words[DEVICE_LAYOUT.row_channel(slot) + what]
+
+    def ended(self, slot: int = 0, row: int = 0) -> int:
+        """Return the number of requests that have ended."""
+        return sum(self.count(outcome, slot, row) for outcome in OUTCOMES)
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -28,12 +28,15 @@ from testkit.channels import (
     request,
 )
 from weightd_common.channels.pages import (
+    ANSWERED,
     CURRENT_REQUEST,
     DEVICE_LAYOUT,
-    ENDED,
     EXPIRES_AT,
     GENERATION,
+    INVALID,
+    LATE,
     REQUESTS,
+    RETURNED,
     SECONDS,
     SLOT_ENDING,
     STAGE,
@@ -72,7 +75,7 @@ def test_requests_are_answered_on_the_channel(device: Device, worker: Worker, cl
     assert client.answer() == ("7", [2, 4, 6, 8])
     assert client.answer() == ("8", [10, 12, 14, 16])
     assert worker.sent == []
-    assert (device.count(REQUESTS), device.count(ENDED), device.row().words[STAGE]) == (2, 2, STAGE_IDLE)
+    assert (device.count(REQUESTS), device.count(ANSWERED), device.row().words[STAGE]) == (2, 2, STAGE_IDLE)
     assert 0 < device.row().reals[DEVICE_LAYOUT.row_channel(0) + SECONDS] < LIMIT_S
 
 
@@ -83,7 +86,7 @@ def test_unknown_description_is_handed_over(device: Device, worker: Worker, clie
     assert worker.connection.sent == [(RequestHandedOver(11, 7), [packet])]
     assert not client.has_answer()
     assert worker.engine.done == []
-    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+    assert (device.count(RETURNED), device.row().words[STAGE]) == (1, STAGE_IDLE)
 
 
 def test_late_request_does_not_run(device: Device, worker: Worker, client: Client) -> None:
@@ -92,7 +95,7 @@ def test_late_request_does_not_run(device: Device, worker: Worker, client: Clien
     error, _ = client.receive()
     assert (error.id, error.code) == ("7", "DEADLINE_EXCEEDED")
     assert worker.engine.done == []
-    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+    assert (device.count(LATE), device.row().words[STAGE]) == (1, STAGE_IDLE)
     assert worker.sent == []
 
 
@@ -165,7 +168,7 @@ def test_slow_reader_loses_its_answers(device: Device, worker: Worker, client: C
         client.send(request(sent))
         worker.serve()
         assert sent < 100_000
-    assert (device.count(ENDED), device.row().words[STAGE]) == (sent, STAGE_IDLE)
+    assert (device.count(ANSWERED), device.count(RETURNED), device.row().words[STAGE]) == (sent - 1, 1, STAGE_IDLE)
     for number in range(1, sent):
         assert client.answer()[0] == str(number)
     assert not client.has_answer()
@@ -184,7 +187,7 @@ def test_answer_too_large_is_handed_over(
     worker.serve()
     assert worker.connection.sent == [(RequestHandedOver(11, 7), [packet])]
     assert not client.has_answer()
-    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+    assert (device.count(RETURNED), device.row().words[STAGE]) == (1, STAGE_IDLE)
 
 
 def test_large_answer_fits(worker: Worker, client: Client) -> None:
@@ -231,7 +234,7 @@ def test_client_that_has_closed_its_end_is_released(device: Device, worker: Work
     client.end.close()
     worker.serve()
     assert worker.sent == [ChannelReleased(11, "ended")]
-    assert device.count(ENDED) == 2
+    assert device.ended() == 2
 
 
 def test_reset_of_the_client_loses_no_request(device: Device, worker: Worker, client: Client) -> None:
@@ -241,7 +244,7 @@ def test_reset_of_the_client_loses_no_request(device: Device, worker: Worker, cl
     # The client has not read its answer, so the next read fails with ECONNRESET.
     client.end.close()
     worker.serve()
-    assert device.count(ENDED) == 2
+    assert device.ended() == 2
     assert worker.sent == [ChannelReleased(11, "ended")]
 
 
@@ -322,7 +325,7 @@ def test_error_of_the_model_is_answered(device: Device, worker: Worker, client: 
     client.send(request(7))
     assert worker.serve() == exit_codes.OK
     assert client.receive()[0] == Error("7", "INVALID_ARGUMENT", "too small")
-    assert (device.count(ENDED), device.row().words[STAGE]) == (1, STAGE_IDLE)
+    assert (device.count(INVALID), device.row().words[STAGE]) == (1, STAGE_IDLE)
 
 
 @pytest.mark.parametrize("error", [ModelCorrupted("broken"), ValueError("broken")])
@@ -336,7 +339,7 @@ def test_row_shows_the_request_that_corrupted_the_model(
     answer, _ = client.receive()
     assert (answer.id, answer.code) == ("7", "INTERNAL")
     words = device.row().words
-    assert (words[STAGE], words[CURRENT_REQUEST], device.count(ENDED)) == (STAGE_RUNNING, 7, 0)
+    assert (words[STAGE], words[CURRENT_REQUEST], device.ended()) == (STAGE_RUNNING, 7, 0)
     assert len(worker.engine.done) == 1
 
 
@@ -384,8 +387,8 @@ def test_next_daemon_hears_nothing_of_earlier_channels(device: Device, worker: W
     assert client.end.recv(1) == b""
     assert other.answer()[0] == "1"
     assert worker.sent == []
-    assert device.count(ENDED) == 2
-    assert other_device.count(ENDED, row=2) == 1
+    assert device.ended() == 2
+    assert other_device.ended(row=2) == 1
     worker.channels.on_order(ReleaseChannel(12))
     assert worker.sent == [ChannelReleased(12, "ordered")]
     other_device.close()
@@ -494,7 +497,7 @@ def test_hostile_packets_are_handed_over_unchanged(packets: List[bytes]) -> None
                 (handed, frames) = worker.connection.sent.pop(0)
                 assert (handed.channel, frames) == (11, [packet])
         assert worker.connection.sent == []
-        assert device.count(REQUESTS) == device.count(ENDED) == len(packets)
+        assert device.count(REQUESTS) == device.ended() == len(packets)
         assert device.row().words[STAGE] == STAGE_IDLE
         client.send(VALID)
         worker.serve()

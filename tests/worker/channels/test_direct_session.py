@@ -32,7 +32,6 @@ from testkit.fakeengine import FakeEngine
 from weightd_common.channels.pages import (
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
-    ENDED,
     REQUESTS,
     STAGE,
     STAGE_IDLE,
@@ -330,7 +329,7 @@ def test_daemon_restart_ends_channels_and_loses_nothing(daemon: Daemon) -> None:
     assert other.answer()[0] == "4"
     daemon.send(Ping(run_selftest=False))
     daemon.receive(Pong)
-    assert (earlier.count(ENDED), daemon.device.count(ENDED)) == (2, 1)
+    assert (earlier.ended(), daemon.device.ended()) == (2, 1)
     earlier.close()
 
 
@@ -407,7 +406,7 @@ def test_row_of_a_killed_worker_shows_its_request(killed: KillingDaemon) -> None
         assert time.monotonic() < deadline
     killed.replace_worker()
     assert (row.words[CURRENT_REQUEST], row.words[STAGE], row.words[CURRENT_CHANNEL]) == (7, STAGE_RUNNING, 11)
-    assert (killed.device.count(REQUESTS), killed.device.count(ENDED)) == (2, 1)
+    assert (killed.device.count(REQUESTS), killed.device.ended()) == (2, 1)
     # The next worker continues the row. It takes the request that is still in the queue, perhaps before it may run it.
     row.words[STAGE] = STAGE_IDLE
     killed.send(SetChannelRows(GENERATION_SERIAL, 0, 1, (0,)), descriptor=killed.device.descriptor)

@@ -18,6 +18,7 @@ from weightd_common.channels.messages import (
     Released,
 )
 from weightd_common.channels.pages import (
+    ANSWERED,
     BYTE_LIMIT,
     BYTES,
     CURRENT_CHANNEL,
@@ -114,7 +115,7 @@ def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> 
     assert worker.session.on_request(channel, 5, 40, 1.0) == ""
     worker.session.run(2.0)
     worker.session.on_result(channel, 0.25)
-    worker.session.on_answered(channel)
+    worker.session.on_answered(channel, ANSWERED)
     assert stages(worker) == [STAGE_TAKING, STAGE_TAKEN, STAGE_RUNNING, STAGE_IDLE]
     order = [index for index, _ in worker.stores]
     assert order.index(CURRENT_CHANNEL) < order.index(STAGE)
@@ -131,7 +132,7 @@ def test_only_a_request_that_runs_is_charged(worker: PagedWorker) -> None:
     worker.session.on_request(channel, 5, 1, 1.0)
     worker.session.run(2.0)
     worker.session.on_result(channel, 3.0)
-    worker.session.on_answered(channel)
+    worker.session.on_answered(channel, ANSWERED)
     used = worker.row.reals[channel.used_index + USED]
     worker.session.on_nothing(worker.choose())
     assert worker.row.reals[channel.used_index + USED] == used
@@ -152,7 +153,7 @@ def test_the_expected_cost_is_the_mean_of_measured_costs(worker: PagedWorker) ->
         charges.append(worker.row.reals[channel.used_index + USED] - before)
         worker.session.on_result(channel, seconds)
         assert worker.row.reals[channel.used_index + USED] - before == seconds
-        worker.session.on_answered(channel)
+        worker.session.on_answered(channel, ANSWERED)
     assert charges == pytest.approx([0.0, 1.0, 1.2])
 
 

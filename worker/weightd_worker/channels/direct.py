@@ -17,12 +17,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union, 
 
 from weightd_common.channels import messages
 from weightd_common.channels.messages import Released
-from weightd_common.channels.pages import DEVICE_LAYOUT
+from weightd_common.channels.pages import ANSWERED, DEVICE_LAYOUT, FAILED, INVALID, LATE, RETURNED
 from weightd_common.stream import ANCILLARY_BYTES, descriptors_in, refuses_descriptors
 from weightd_protocol import limits
 from weightd_protocol.codec import encode
 from weightd_protocol.description_cache import DescriptionCache
-from weightd_protocol.errors import DeadlineExceeded, Unavailable
+from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd_protocol.messages.channels import (
     AddChannel,
     AllowRequests,
@@ -57,6 +57,9 @@ _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 # Errors of a send that found no space. Every other error says that the client has closed its end.
 _NO_SPACE = frozenset([errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM])
+
+# Result of `_send` for an answer that is too large for a packet.
+_UNSENDABLE = -1
 
 _LATE = DeadlineExceeded("was waiting on its direct channel at its deadline")
 _NO_DAEMON = Unavailable("the daemon is restarting; the request has not run")
@@ -250,8 +253,7 @@ class DirectChannels:
         if refusal or description is None:
             self._hand_over(channel, request_id, number, packet, refusal)
         elif deadline_us <= now * 1e6:
-            self._send(channel, self._writer.refusal(request_id, _LATE))
-            session.on_answered(pulled)
+            session.on_answered(pulled, self._send(channel, self._writer.refusal(request_id, _LATE), LATE))
         else:
             session.run(now)
             self._running = channel, request_id, packet
@@ -277,32 +279,42 @@ class DirectChannels:
         message: Any = reply[0]
         if message.__class__ is PredictResult:
             answer = self._writer.result(request_id, message.description, reply[1])
-            if not answer or not self._send(channel, answer):
+            outcome = self._send(channel, answer, ANSWERED) if answer else _UNSENDABLE
+            if outcome == ANSWERED:
+                session.on_answered(pulled, ANSWERED, len(answer))
+                return
+            if outcome == _UNSENDABLE:
                 self._on_too_large(channel, request_id, packet)
-            session.on_answered(pulled)
+            session.on_answered(pulled, RETURNED)
             return
-        self._send(channel, self._writer.error(request_id, message.code, message.error))
+        outcome = INVALID if message.code == InvalidArgument.code else FAILED
+        outcome = self._send(channel, self._writer.error(request_id, message.code, message.error), outcome)
         # The row of a process that exits shows the request that was the cause.
         if not message.is_exiting:
-            session.on_answered(pulled)
+            session.on_answered(pulled, outcome)
 
-    def _send(self, channel: WorkerChannel, answer: bytes) -> bool:
-        """Send an answer without waiting. Return False if the channel accepts no packet of this size."""
+    def _send(self, channel: WorkerChannel, answer: bytes, outcome: int) -> int:
+        """Send an answer without waiting.
+
+        Return `outcome`; RETURNED if the answer was dropped; `_UNSENDABLE` if the channel accepts no packet of this
+        size.
+        """
         try:
             channel.send(answer, _SEND_FLAGS)
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
-                return False
+                return _UNSENDABLE
             if error.errno in _NO_SPACE:
                 dropped = channel.session.drop_answer(channel.pulled)
                 self._report(channel, AnswerDropped(dropped.channel, dropped.request))
-        return True
+                return RETURNED
+        return outcome
 
     def _on_too_large(self, channel: WorkerChannel, request_id: str, packet: bytes) -> None:
         """The answer does not fit into a packet. The daemon runs the request again and sends the answer itself."""
         handed = channel.session.hand_over(channel.pulled, packet, "too large")
         if not self._report(channel, RequestHandedOver(handed.channel, handed.request), packet):
-            self._send(channel, self._writer.refusal(request_id, _TOO_LARGE))
+            self._send(channel, self._writer.refusal(request_id, _TOO_LARGE), FAILED)
 
     def _refuse_descriptors(self, channel: WorkerChannel, packet: bytes, ancillary: Any, now: float) -> None:
         """Hand over a packet that came with descriptors, which no client may send, and release the channel.
@@ -323,7 +335,7 @@ class DirectChannels:
         session, pulled = channel.session, channel.pulled
         session.hand_over(pulled, packet, reason)
         if not self._report(channel, RequestHandedOver(pulled.serial, number), packet) and request_id:
-            self._send(channel, self._writer.refusal(request_id, _NO_DAEMON))
+            self._send(channel, self._writer.refusal(request_id, _NO_DAEMON), FAILED)
         self._on_released(session.on_handed_over(pulled))
 
     # --- reports ------------------------------------------------------------------------------------------------------

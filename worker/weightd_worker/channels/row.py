@@ -7,10 +7,10 @@ docstring of `weightd_daemon.channels` lists how the daemon reads each state tha
 from __future__ import annotations
 
 from weightd_common.channels.pages import (
+    ANSWER_BYTES,
     BYTES,
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
-    ENDED,
     REQUESTS,
     SECONDS,
     SINCE,
@@ -63,10 +63,11 @@ class Row:
         """Record that the worker sends the request, which has not run, to the daemon."""
         self._words[STAGE] = STAGE_HANDING_OVER
 
-    def end_request(self, index: int) -> None:
-        """Record that the worker has answered the request, or has handed it over."""
+    def end_request(self, index: int, outcome: int, answer_bytes: int) -> None:
+        """Record that the worker has answered the request, or has handed it over. `outcome` is one of `OUTCOMES`."""
         words = self._words
-        words[index + ENDED] += 1
+        words[index + ANSWER_BYTES] += answer_bytes
+        words[index + outcome] += 1
         words[STAGE] = STAGE_IDLE
 
     def cancel_taking(self) -> None:

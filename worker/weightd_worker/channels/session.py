@@ -23,7 +23,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, Optional, Sequence
 
 from weightd_common.channels.messages import ENDED, FOREIGN, ORDERED, AddChannel, AnswerDropped, HandedOver, Released
-from weightd_common.channels.pages import GENERATION, SERIAL, TENANT, Layout, Page
+from weightd_common.channels.pages import GENERATION, RETURNED, SERIAL, TENANT, Layout, Page
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.row import Row
 
@@ -128,7 +128,7 @@ class ChannelSession:
 
         Return the release of the channel if `on_request` refused the request: it would refuse the next one as well.
         """
-        self.on_answered(channel)
+        self.on_answered(channel, RETURNED)
         return self.release(channel.serial, self._refusal) if self._refusal else []
 
     def run(self, now: float) -> None:
@@ -145,8 +145,14 @@ class ChannelSession:
         """Return the message that reports a lost answer: the client does not read, and the channel has no space."""
         return AnswerDropped(channel.serial, self._request, self._has_run)
 
-    def on_answered(self, channel: PulledChannel) -> None:
-        """The caller has sent the answer, or the message that `drop_answer` has returned, or the client is gone."""
+    def on_answered(self, channel: PulledChannel, outcome: int, answer_bytes: int = 0) -> None:
+        """The caller has sent the answer, or the message that `drop_answer` has returned, or the client is gone.
+
+        Args:
+            channel: the channel of the request.
+            outcome: one of `pages.OUTCOMES`.
+            answer_bytes: the size of the answer of a model in bytes.
+        """
         if not self._has_run:
             self._scheduler.cancel(channel)
-        self._row.end_request(channel.row_index)
+        self._row.end_request(channel.row_index, outcome, answer_bytes)
