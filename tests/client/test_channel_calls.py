@@ -176,6 +176,21 @@ def test_a_channel_has_a_limited_number_of_descriptions(calls: Calls) -> None:
     assert len(calls.usable) == limits.MAX_CHANNEL_DESCRIPTIONS
 
 
+def test_a_description_whose_requests_do_not_run_leaves_the_channel(calls: Calls) -> None:
+    channel = calls.open(max_requests=9)
+    calls.answer(description=b"e")
+    calls.send(channel, "1", "2", "3")
+    for call in calls.sent.values():
+        call.description_frame = b"d"
+    for name in ("1", "2"):
+        calls.notice(RequestAdopted(name, channel.id))
+    calls.answer(description=b"d")
+    assert calls.usable == {b"d": channel, b"e": channel}
+    calls.notice(RequestAdopted("3", channel.id))
+    calls.answer(description=b"d")
+    assert calls.usable == {b"e": channel}
+
+
 def accepts(calls: Calls, channel: ClientChannel, nbytes: int, now: float = 0.0) -> bool:
     """Return whether a channel accepts a request; do not send it."""
     call = PendingCall("1", InferResponse)

@@ -12,7 +12,7 @@ notice, and `apply_notices` applies it after the caller has read everything that
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Union
 from weakref import ReferenceType
 
 from weightd.channels.requests import ChannelRequests
@@ -32,6 +32,10 @@ ChannelMessage = Union[ChannelOpened, ChannelExtended, Notice]
 # The client sends no request that a worker would have to read this number of seconds before the channel expires.
 _MIN_REMAINING_S = 0.05
 
+# Requests with a description take the channel until workers have handed over this number of them, for example because
+# the answers are too large for a packet.
+_MAX_ADOPTIONS = 3
+
 
 class ClientChannel:
     """The client's end of a direct channel, with its limits. All counts begin with the channel.
@@ -45,7 +49,8 @@ class ClientChannel:
         usable_until: the time of CLOCK_MONOTONIC in seconds until which the client may send.
         sent_requests: the number of requests that the client has sent.
         sent_bytes: the number of bytes that the client has sent.
-        descriptions: the encoded descriptions with which a request may be sent on the channel.
+        adoptions: the number of requests that a worker has not run, by the encoded description. Only requests with
+            one of these descriptions may be sent on the channel.
         is_writable: whether the channel accepts requests. It does not after it was revoked or has ended, or after the
             client has connected again.
         is_reported: whether the daemon reports the loss of its requests: the connection on which it was opened still
@@ -54,7 +59,7 @@ class ClientChannel:
     """
 
     __slots__ = (
-        "descriptions",
+        "adoptions",
         "end",
         "id",
         "is_read_to_end",
@@ -73,7 +78,7 @@ class ClientChannel:
         self.model = model
         self.end = end
         self.sent_requests = self.sent_bytes = 0
-        self.descriptions: Set[bytes] = set()
+        self.adoptions: Dict[Optional[bytes], int] = {}
         self.is_writable = self.is_reported = True
         self.is_read_to_end = False
         self.set_limits(opened)
@@ -135,8 +140,12 @@ class ChannelCalls:
         channel = self._by_model.get(model)
         if channel is None:
             self.requests.on_answer(model)
-        elif channel.is_writable and len(channel.descriptions) < limits.MAX_CHANNEL_DESCRIPTIONS:
-            channel.descriptions.add(description)
+        elif (
+            channel.is_writable
+            and description not in channel.adoptions
+            and len(channel.adoptions) < limits.MAX_CHANNEL_DESCRIPTIONS
+        ):
+            channel.adoptions[description] = 0
             self.usable[description] = channel
 
     def on_message(self, message: ChannelMessage) -> None:
@@ -195,9 +204,8 @@ class ChannelCalls:
     def stop_sending(self, channel: ClientChannel) -> None:
         """Send no more requests on a channel. Its answers are still read."""
         channel.is_writable = False
-        for description in channel.descriptions:
-            if self.usable.get(description) is channel:
-                del self.usable[description]
+        for description in channel.adoptions:
+            self._stop_using(channel, description)
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
@@ -223,6 +231,7 @@ class ChannelCalls:
                     lost.append(call)
                 else:
                     call.packet = None
+                    self._on_adopted(channel, call.description_frame)
         return LostCalls(lost, ended)
 
     def on_end(self, channel: ClientChannel) -> List[PendingCall]:
@@ -291,6 +300,17 @@ class ChannelCalls:
         return idle
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _on_adopted(self, channel: ClientChannel, description: Optional[bytes]) -> None:
+        """The daemon runs a request of the channel itself. If that is the rule, the channel saves no time."""
+        adoptions = channel.adoptions.get(description, 0) + 1
+        channel.adoptions[description] = adoptions
+        if adoptions >= _MAX_ADOPTIONS:
+            self._stop_using(channel, description)
+
+    def _stop_using(self, channel: ClientChannel, description: Optional[bytes]) -> None:
+        if self.usable.get(description) is channel:
+            del self.usable[description]
 
     def _end(self, channel: Optional[ClientChannel], ended: List[ClientChannel]) -> List[PendingCall]:
         """Add a channel to `ended`. Return the calls on it, which are on no channel any more."""
