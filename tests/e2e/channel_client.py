@@ -43,7 +43,7 @@ class ChannelClient:
         self._answers: dict[str, tuple[DaemonMessage, list[Any]]] = {}
         self.notices: deque[DaemonMessage] = deque()
         assert isinstance(self.answer(self.relay(**inputs)), dict)
-        self._send(encode(OpenChannel("1", model)))
+        self._send(encode(OpenChannel("0", model)))
         self.opened = self.wait_for(ChannelOpened)
         self.channel = socket.socket(fileno=self._stream.descriptors.popleft())
         # The daemon lets workers run a description once it has answered a request with it since the channel was opened.
@@ -72,6 +72,13 @@ class ChannelClient:
         deadline = pack_deadline(int((time.monotonic() + timeout) * 1e6))
         self.channel.send(deadline + message_prefix(frames) + b"".join(map(bytes, frames)))
         return name
+
+    def refused_channel(self) -> Error:
+        """Ask for another channel, which the daemon refuses."""
+        self._send(encode(OpenChannel("1", self._model)))
+        answer = self.answer("1")
+        assert isinstance(answer, Error), answer
+        return answer
 
     def answer(self, name: str) -> dict[str, NDArray[Any]] | Error:
         """Wait for the answer to a request, over the channel or from the daemon."""
@@ -123,7 +130,7 @@ class ChannelClient:
                 messages += FrameReader().receive(self.channel.recv(1 << 18))
         for each in messages:
             message = decode(each.frames, TO_CLIENT)
-            if isinstance(message, (InferResponse, Error)) and message.id != "1":
+            if isinstance(message, (InferResponse, Error)) and message.id != "0":
                 assert message.id not in self._answers, f"{message.id} is answered twice"
                 self._answers[message.id] = message, list(each.frames[2:])
             else:

@@ -92,6 +92,11 @@ def test_hung_request_ends_in_an_error(service: Service) -> None:
         answer = client.answer(client.send(n=ints(ENDLESS)))
         assert isinstance(answer, Error)
         assert (answer.code, "longer than predict_timeout" in answer.error) == ("DEADLINE_EXCEEDED", True)
+        # From now on, the daemon checks each request, and blames the client for this one.
+        assert client.wait_for(ChannelEnded)
+        assert n_of(client, client.relay(n=ints(5))) == [5]
+        refused = client.refused_channel()
+        assert (refused.code, "crashed or hung" in refused.error) == ("FAILED_PRECONDITION", True)
 
 
 def test_update_answers_queued_requests(service: Service, tmp_path: Path) -> None:
@@ -102,6 +107,17 @@ def test_update_answers_queued_requests(service: Service, tmp_path: Path) -> Non
         client.wait_for(ChannelEnded)
         with pytest.raises(BrokenPipeError):
             client.send(n=ints(1))
+
+
+def test_unload_answers_queued_requests(service: Service) -> None:
+    with ChannelClient(service.address, "patient", n=ints(1)) as client, service.client() as operator:
+        names = [client.send(n=ints(number)) for number in (SLOW, 2, 3)]
+        operator.unload("patient")
+        assert [n_of(client, each) for each in names] == [[SLOW], [2], [3]]
+        with pytest.raises(BrokenPipeError):
+            client.send(n=ints(1))
+        refused = client.refused_channel()
+        assert refused.code == "FAILED_PRECONDITION"
 
 
 def test_disconnect_closes_all_descriptors(service: Service) -> None:

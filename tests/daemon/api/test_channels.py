@@ -1,11 +1,32 @@
-"""The tenant of a request that comes back from a direct channel."""
+"""Which clients may open a direct channel, and the tenant of a request that comes back from one."""
 
 from __future__ import annotations
 
-from weightd_daemon.api.channels import with_tenant
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+
+from weightd_daemon.api.authorization import Authorizer
+from weightd_daemon.api.channels import ChannelApi, with_tenant
+from weightd_daemon.channels.sockets import ChannelOwner
+from weightd_daemon.config.tenants import TenantConfig
+from weightd_daemon.scheduling.request import ClientOrigin
+from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
+from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_protocol.codec import decode, encode
+from weightd_protocol.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    RequestError,
+    Unauthenticated,
+    Unavailable,
+)
 from weightd_protocol.framing import Message
-from weightd_protocol.messages.channels import FROM_CHANNEL
+from weightd_protocol.messages.channels import FROM_CHANNEL, OpenChannel
 from weightd_protocol.messages.control import ServerReady
 from weightd_protocol.messages.inference import Infer, Parameters, RequestDescription, TensorSpec
 
@@ -26,3 +47,97 @@ def test_request_gets_the_tenant_of_its_channel() -> None:
 def test_message_that_is_no_request_stays() -> None:
     message = message_of(*encode(ServerReady("1")))
     assert with_tenant(message, "t") is message
+
+
+ANN, BOB = TenantConfig(user_ids=(1,), models=("m",)), TenantConfig(user_ids=(2,))
+
+
+class Daemon:
+    """The API of direct channels, with two models and a service that keeps the owners of the channels."""
+
+    def __init__(self, **tenants: TenantConfig) -> None:
+        self.owners: list[ChannelOwner] = []
+        self.refusal: RequestError | None = None
+        isolator = SimpleNamespace(check_direct=self._check_direct)
+        self.registry = SimpleNamespace(
+            models={
+                name: SimpleNamespace(name=name, dispatcher=SimpleNamespace(isolator=isolator)) for name in ("m", "n")
+            },
+            is_closed=False,
+        )
+        usage_table = UsageTable()
+        self.authorizer = Authorizer(TenantResolver(tenants), usage_table, {})
+        service: Any = SimpleNamespace(by_client={}, open=lambda owner, now: self.owners.append(owner))
+        lookup: Any = SimpleNamespace(registry=self.registry)
+        self.api = ChannelApi(service, lookup, self.authorizer, usage_table, cast(Any, None), mock.Mock(), mock.Mock())
+
+    def _check_direct(self, *_: object) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def open(
+        self, uid: int = 1, model: str = "m", tenant: str | None = None, *, is_direct: bool = True
+    ) -> ChannelOwner:
+        """Open a channel for a client of a user; return for whom it was opened."""
+        identity = ClientIdentity(ClientOrigin("pid 7", f"uid {uid}"), is_direct, PeerCredential(uid), "")
+        connection = ClientConnection(b"c", mock.Mock(), identity, 0.0)
+        assert self.authorizer.assign_tenant(connection) is None
+        self.api.on_open_channel(connection, OpenChannel("1", model, tenant), (), 0.0)
+        return self.owners.pop()
+
+
+def test_channel_belongs_to_the_tenant_of_its_client() -> None:
+    daemon = Daemon(ann=ANN, bob=BOB)
+    owner = daemon.open(uid=1)
+    assert (owner.tenant.name, owner.origin.principal, owner.model) == ("ann", "tenant ann", "m")
+    assert daemon.open(uid=2, model="n").tenant.name == "bob"
+
+
+@pytest.mark.parametrize(
+    ("request_for", "error"),
+    [
+        ({"uid": 3}, Unauthenticated),
+        ({"uid": 1, "model": "n"}, FailedPrecondition),
+        ({"uid": 1, "model": "missing"}, FailedPrecondition),
+        ({"uid": 1, "tenant": "bob"}, PermissionDenied),
+        ({"uid": 1, "is_direct": False}, InvalidArgument),
+    ],
+    ids=["unknown-user", "hidden-model", "missing-model", "another-tenant", "proxy"],
+)
+def test_client_without_the_right_gets_no_channel(request_for: Any, error: type[RequestError]) -> None:
+    daemon = Daemon(ann=ANN, bob=BOB)
+    with pytest.raises(error):
+        daemon.open(**request_for)
+    assert daemon.owners == []
+
+
+def test_hidden_and_missing_models_get_the_same_error() -> None:
+    texts: set[str] = set()
+    for model in ("n", "missing"):
+        with pytest.raises(FailedPrecondition) as caught:
+            Daemon(ann=ANN).open(model=model)
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("quota", ["max_rate", "max_in_flight", "max_queue", "max_queue_bytes", "max_rows"])
+def test_tenant_with_limits_of_requests_gets_no_channel(quota: str) -> None:
+    ann = TenantConfig(user_ids=(1,), **cast(Any, {quota: 5}))
+    with pytest.raises(FailedPrecondition, match=f"has {quota}"):
+        Daemon(ann=ann).open()
+
+
+def test_tenant_without_infer_gets_no_channel() -> None:
+    with pytest.raises(PermissionDenied, match='"infer"'):
+        Daemon(ann=TenantConfig(user_ids=(1,), may=("status",))).open()
+
+
+def test_no_channel_while_requests_must_be_checked_or_weightd_stops() -> None:
+    daemon = Daemon()
+    daemon.refusal = FailedPrecondition("crashed")
+    with pytest.raises(FailedPrecondition, match="crashed"):
+        daemon.open()
+    daemon.refusal = None
+    daemon.registry.is_closed = True
+    with pytest.raises(Unavailable, match="stopping"):
+        daemon.open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.platform.log_setup import client_of
 from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
+from weightd_daemon.scheduling.direct import DirectLoss, ModelDirect, NoDirectWorkers
 from weightd_daemon.scheduling.fault_isolation.contents import MAX_HANGS, SLICE_BYTES, SMALL_BYTES, compute_digest
 from weightd_daemon.scheduling.fault_isolation.isolator import MAX_DEATHS, MAX_LOST_SLOTS, FaultIsolator
 from weightd_daemon.scheduling.request import ClientOrigin, Isolation, Request
@@ -23,7 +25,7 @@ from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.scheduling.tenancy import REPLACEMENT_TIMEOUT_S
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_daemon.tenants.tenant import Tenant
-from weightd_protocol.errors import Internal, RequestError
+from weightd_protocol.errors import FailedPrecondition, Internal, RequestError
 from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 
 ANN, BOB = ClientOrigin("ann 1", "ann"), ClientOrigin("bob 2", "bob")
@@ -37,7 +39,9 @@ class IsolatorHarness:
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S)
         self.scheduler = Scheduler(100, 10_000, TIMEOUT_S)
-        self.isolator = FaultIsolator(config, self.scheduler, self.refuse)
+        self.direct = mock.create_autospec(NoDirectWorkers, instance=True)
+        direct = ModelDirect("m", self.direct, config)
+        self.isolator = FaultIsolator(config, self.scheduler, self.refuse, direct=direct)
         self.refused: dict[int, str] = {}
         self.slot_count = 0
         self.now = 0.0
@@ -412,3 +416,40 @@ def test_tenant_cannot_quarantine_content_of_others() -> None:
     read_contents(harness)
     bob.write(b"2")
     check(harness, bob.request())
+
+
+def test_request_lost_on_a_channel_is_at_its_second_attempt() -> None:
+    harness = IsolatorHarness()
+    tenant = Tenant("t", TenantConfig())
+    again, other = harness.requests(ANN, ANN)
+    harness.isolator.on_direct_loss(DirectLoss(again.client, again.id, ANN, tenant, 1.0), harness.now)
+    harness.direct.reclaim.assert_called_once_with("m")
+    other.id = "other"
+    for request in (other, again):
+        check(harness, request)
+    assert [(each.deaths, each.isolation is Isolation.BATCHABLE) for each in (other, again)] == [(0, True), (1, False)]
+    harness.isolator.on_exit(harness.add_slot(batch(again)), CRASH, harness.now)
+    assert harness.refused == {0: "INTERNAL"}
+    assert harness.isolator.quarantined_count(harness.now) == 1
+
+
+def test_losses_on_channels_confine_the_client() -> None:
+    harness = IsolatorHarness()
+    tenant = Tenant("t", TenantConfig())
+    harness.isolator.check_direct(BOB, tenant, harness.now)
+    for number in range(MAX_DEATHS + 4):
+        harness.isolator.on_direct_loss(DirectLoss(b"", str(number), ANN, tenant, 1.0), harness.now)
+    assert harness.isolator.confined_clients(harness.now) == [ANN.peer]
+    with pytest.raises(FailedPrecondition, match="crashed or hung"):
+        harness.isolator.check_direct(BOB, tenant, harness.now)
+
+
+def test_tenant_gets_channels_after_its_first_answer() -> None:
+    harness = IsolatorHarness()
+    origin, tenant = ClientOrigin("pid 1", "tenant t", is_tenant=True), Tenant("t", TenantConfig())
+    with pytest.raises(FailedPrecondition, match="has been answered yet"):
+        harness.isolator.check_direct(origin, tenant, harness.now)
+    [request] = harness.requests(origin)
+    request.tenant = tenant
+    harness.isolator.on_answered(request, harness.now)
+    harness.isolator.check_direct(origin, tenant, harness.now)
