@@ -130,6 +130,16 @@ class ProcessManager(Protocol):
     def mark_changed(self) -> None:
         """Record that the state in the hand-over file, which the next daemon reads, has changed."""
 
+    def watch_weights(self, worker: str, generation: GenerationBase) -> bool:
+        """Let a worker check before each answer on a direct channel that its shared weights are valid.
+
+        The caller must check afterwards that they still are.
+
+        Returns:
+            Whether the worker will check them, or they cannot become invalid.
+        """
+        raise NotImplementedError
+
     def is_alive(self, name: str) -> bool:
         """Return whether a child process still has its memory, because it has not begun to exit."""
         raise NotImplementedError

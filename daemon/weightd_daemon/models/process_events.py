@@ -217,7 +217,8 @@ class ProcessEvents:
         _, generation = entry
         if exit_cause.missing_file is MissingFile.SNAPSHOT:
             self._use.on_snapshot_lost(generation.source)
-        if not self._can_trust_answers(generation):
+        is_trusted = self._can_trust_answers(generation)
+        if not is_trusted:
             self.verify_store(generation, now)
             # The process may have exited because its holder had exited or its page store was damaged, so its batch is
             # not blamed for the exit.
@@ -225,7 +226,7 @@ class ProcessEvents:
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
             direct_loss = dispatcher.direct.remove_worker(child, now)
-            if direct_loss is not None and exit_cause.may_be_own_fault:
+            if direct_loss is not None and is_trusted and exit_cause.may_be_own_fault:
                 dispatcher.isolator.on_direct_loss(direct_loss, now)
             dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
@@ -292,13 +293,13 @@ class ProcessEvents:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _add_direct_worker(self, process: str, generation: GenerationBase, now: float) -> None:
-        """Let a worker read direct channels, unless the daemon must check the weights before it sends an answer."""
+        """Let a worker read direct channels, and check its weights before each answer as this object does."""
         dispatcher = self._use.only_dispatcher
         if (
             dispatcher is not None
             and isinstance(generation, Generation)
-            and not generation.attach_control.required_holder
-            and generation.label not in self._storage.fingerprints
+            and self._process_manager.watch_weights(process, generation)
+            and self._can_trust_answers(generation)
         ):
             for slot in dispatcher.processes.accepting:
                 if slot.name == process:

@@ -118,12 +118,15 @@ class FileFingerprint:
     The check detects every write and truncation by a process, because they change the modification time. It does not
     detect data that a failing disk has changed.
 
+    Attributes:
+        descriptor: a descriptor of the file, until `close` is called.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._initial = self._current()
 
     @property
@@ -137,10 +140,10 @@ class FileFingerprint:
 
     def close(self) -> None:
         """Close the descriptor of the file."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def _current(self) -> tuple[int, int]:
-        status = os.fstat(self._descriptor)
+        status = os.fstat(self.descriptor)
         return status.st_size, status.st_mtime_ns
 
 

@@ -47,6 +47,15 @@ class ProcessTable:
         """Return the name of the child with this pid, or None."""
         return next((name for name, process in self.processes.items() if process.pid == pid), None)
 
+    def open_statm(self, name: str) -> int:
+        """Return a descriptor of /proc/PID/statm of a child. Check afterwards that the child is alive.
+
+        Raises:
+            KeyError: there is no such child.
+            OSError: the file cannot be opened.
+        """
+        return os.open(f"/proc/{self.processes[name].pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+
     def is_alive(self, name: str) -> bool:
         """Return whether a child is alive. The result is False as soon as the child begins to exit."""
         return name in self.processes and processes.is_alive(self.processes[name])

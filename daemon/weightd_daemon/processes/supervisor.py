@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
@@ -36,6 +37,7 @@ from weightd_daemon.processes.snapshots import SnapshotService
 from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess, WorkerProgram
 from weightd_daemon.processes.worker_channels import OnDirectReport
 from weightd_protocol.errors import RemoteProtocolError
+from weightd_protocol.messages.channels import WatchWeights
 from weightd_protocol.messages.worker import Forked
 
 # Matches the text on stderr with which Python reports that weightd, or a dependency of weightd, is not installed.
@@ -224,13 +226,36 @@ class ProcessSupervisor:
         if process_spec.is_channel_only or not program.spawn_reason:
             self.messenger.set_channel_only(name)
         if template:
+            until = event_loop.now() + FORK_TIMEOUT_S
             self._fork_coordinator.fork(
-                ForkRequest(process_spec, template, event_loop.now() + FORK_TIMEOUT_S, self._fail_fork)
+                ForkRequest(
+                    process_spec,
+                    template,
+                    until,
+                    lambda failed, why: self._fail_start(failed.name, f"cannot be started by a fork: {why}"),
+                )
             )
         elif program.spawn_reason:
             self._start(process_spec, program.spawn_reason)
         else:
             self._fork_from_server(process_spec, program)
+
+    def watch_weights(self, worker: str, generation: GenerationBase) -> bool:
+        """Let a worker check its shared weights before each answer on a direct channel (`ProcessManager`)."""
+        holder = generation.attach_control.required_holder
+        fingerprint = self.storage.fingerprints.get(generation.label)
+        order = WatchWeights(bool(holder), () if fingerprint is None else fingerprint.value)
+        if order == WatchWeights(has_holder=False, store=()):
+            return True
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError, KeyError):
+            descriptors: list[int] = []
+            if holder:
+                descriptors.append(self._process_table.open_statm(holder))
+                opened.callback(os.close, descriptors[0])
+            if fingerprint is not None:
+                descriptors.append(fingerprint.descriptor)
+            return self.messenger.send_descriptors(worker, order, descriptors)
+        return False
 
     def is_alive(self, name: str) -> bool:
         """Return whether a child is alive. The result is False as soon as the child begins to exit."""
@@ -278,9 +303,6 @@ class ProcessSupervisor:
         has_channel = self.messenger.channels.is_open(server.name)
         deadline = self.fork_servers.fork_deadline(server.name, has_channel=has_channel)
         self._fork_coordinator.fork(ForkRequest(process_spec, server.name, deadline, self._start))
-
-    def _fail_fork(self, process_spec: ProcessSpec, why: str) -> None:
-        self._fail_start(process_spec.name, f"cannot be started by a fork: {why}")
 
     def _cancel_fork(self, name: str) -> None:
         if self._pending_forks.cancel(name):

@@ -14,7 +14,7 @@ from typing import Dict, Optional, Tuple, Type
 from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import Infer
-from weightd_protocol.schema import integer, list_of, one_of, text
+from weightd_protocol.schema import boolean, integer, list_of, one_of, text
 
 _ID = text(limits.MAX_ID_BYTES)
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -113,6 +113,20 @@ RELEASE_REASONS = (ENDED, ORDERED, EXPIRED, OVERDRAWN, FOREIGN)
 The worker has read it to the end; the daemon has ended it; it has expired; the client has sent more than its limits
 allow; its slot belongs to another channel.
 """
+
+
+@dataclass(frozen=True)
+class WatchWeights:
+    """daemon → worker: before each answer on a direct channel, check that the shared weights are still valid.
+
+    The daemon checks this before it forwards an answer. Attached are, as far as they exist: /proc/PID/statm of the
+    holder whose exit makes the weights invalid; the page store.
+    """
+
+    has_holder: bool = field(metadata=boolean())
+    """Whether the first descriptor is the holder's."""
+    store: Tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
+    """The valid page store's size in bytes and its modification time in ns; empty without a page store."""
 
 
 @dataclass(frozen=True)

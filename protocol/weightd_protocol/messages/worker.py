@@ -20,6 +20,7 @@ from weightd_protocol.messages.channels import (
     ReleaseChannel,
     RequestHandedOver,
     SetChannelRows,
+    WatchWeights,
 )
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature
 from weightd_protocol.messages.ranks import JoinedGroup, JoinGroup, PredictDone, RankSlice, RunSelfTest, SelfTestDone
@@ -394,6 +395,7 @@ ChildOrder = Union[
     CancelPredict,
     MapRegion,
     UnmapRegion,
+    WatchWeights,
     SetChannelRows,
     AddChannel,
     AllowRequests,
@@ -437,6 +439,7 @@ TO_CHILD: Dict[str, Type[ChildOrder]] = {
     "cancel_predict": CancelPredict,
     "map_region": MapRegion,
     "unmap_region": UnmapRegion,
+    "watch_weights": WatchWeights,
     "set_channel_rows": SetChannelRows,
     "add_channel": AddChannel,
     "allow_requests": AllowRequests,

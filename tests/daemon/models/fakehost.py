@@ -89,6 +89,7 @@ class FakeHost:
         self.seals: dict[str, SealRecord] = {}
         self.damaged: set[str] = set()
         self.dead: set[str] = set()
+        self.unwatchable: set[str] = set()
         self.killed: list[str] = []
         self.aborted: list[str] = []
         self.orders: list[tuple[str, ChildOrder]] = []
@@ -150,6 +151,9 @@ class FakeHost:
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
         return generation.label not in self.damaged
+
+    def watch_weights(self, worker: str, generation: GenerationBase) -> bool:
+        return worker not in self.unwatchable
 
     def is_alive(self, name: str) -> bool:
         return name not in self.dead

@@ -221,6 +221,9 @@ class ModelMachine(RuleBasedStateMachine):
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
         return None
 
+    def watch_weights(self, worker: str, generation: GenerationBase) -> bool:
+        return True
+
     def is_alive(self, name: str) -> bool:
         return name in self.processes and not self.processes[name].dead
 

@@ -44,6 +44,7 @@ from weightd_daemon.processes.supervisor import ProcessSupervisor
 from weightd_daemon.scheduling.request import Request
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import message_prefix
+from weightd_protocol.messages.channels import WatchWeights
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import (
     TO_CHILD,
@@ -99,7 +100,7 @@ class SupervisorHarness:
         self.worker.setsockopt(zmq.ROUTING_ID, WORKER.encode())
         self.worker.setsockopt(zmq.RCVTIMEO, 30_000)
         self.worker.connect(daemon.children_address)
-        self.channel = Stream(socket.socket(socket.AF_UNIX))
+        self.channel = Stream(socket.socket(socket.AF_UNIX), accepts_descriptors=True)
         self.path = str(daemon.channel_socket)
 
     def model_of(self, table: ModelConfig) -> ServedModel:
@@ -195,6 +196,22 @@ def test_drops_result_read_after_the_holder_died(harness: SupervisorHarness) -> 
     while HOLDER in harness.supervisor.processes:
         harness.loop.run_once(30)
     assert harness.replies == []
+
+
+def test_worker_watches_its_holder(harness: SupervisorHarness) -> None:
+    harness.channel.connection.connect(harness.path)
+    while not harness.supervisor.messenger.channels.is_open(WORKER):
+        harness.loop.run_once(1)
+    harness.serve()
+    orders: list[Any] = []
+    while not any(isinstance(each, WatchWeights) for each in orders):
+        orders += [decode(message.frames, TO_CHILD) for message in harness.channel.receive()]
+    assert orders[-1] == WatchWeights(has_holder=True, store=())
+    statm = harness.channel.descriptors.popleft()
+    assert os.pread(statm, 100, 0) != b"0 0 0 0 0 0 0\n"
+    harness.kill(HOLDER)
+    assert os.pread(statm, 100, 0) == b"0 0 0 0 0 0 0\n"
+    os.close(statm)
 
 
 @pytest.mark.parametrize("by_channel", [True, False])

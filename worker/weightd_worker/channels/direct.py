@@ -31,6 +31,7 @@ from weightd_protocol.messages.channels import (
     ReleaseChannel,
     RequestHandedOver,
     SetChannelRows,
+    WatchWeights,
 )
 from weightd_protocol.messages.worker import Predict, PredictResult
 from weightd_worker import exit_codes
@@ -39,10 +40,11 @@ from weightd_worker.channels.mapped_pages import MappedPages
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.requests import RequestReader, new_decoder
 from weightd_worker.channels.session import ChannelSession
+from weightd_worker.channels.weight_guard import WeightGuard
 from weightd_worker.connection import Connection
 
-ChannelOrder = Union[SetChannelRows, AddChannel, AllowRequests, ReleaseChannel]
-CHANNEL_ORDERS = (SetChannelRows, AddChannel, AllowRequests, ReleaseChannel)
+ChannelOrder = Union[WatchWeights, SetChannelRows, AddChannel, AllowRequests, ReleaseChannel]
+CHANNEL_ORDERS = (WatchWeights, SetChannelRows, AddChannel, AllowRequests, ReleaseChannel)
 
 RunRequest = Callable[[Predict, Sequence[Any], Callable[..., None]], int]
 """A function that runs a request with its tensors and passes the reply to a function.
@@ -117,6 +119,9 @@ class DirectChannels:
         # The request that is running: its channel, its id, its packet and the time at which it has started.
         self._running: Tuple[WorkerChannel, str, bytes] = cast(Any, None)
         self._started_at = 0.0
+        # Checks the shared weights before each answer; None if they cannot become invalid.
+        self._guard: Optional[WeightGuard] = None
+        self._are_weights_valid = True
         self._is_closed = False
 
     # --- orders -------------------------------------------------------------------------------------------------------
@@ -129,6 +134,8 @@ class DirectChannels:
             self._allow(order)
         elif isinstance(order, ReleaseChannel):
             self._release(order)
+        elif isinstance(order, WatchWeights):
+            self._watch_weights(order)
         elif not self._is_closed:
             self._set_rows(order)
 
@@ -144,6 +151,14 @@ class DirectChannels:
             self._session = ChannelSession(DEVICE_LAYOUT, pages.daemon_page, pages.own, scheduler, order.generation)
         rows = self._pages.rows(order.rows)
         self._session.set_rows(rows, [rows[each] for each in order.peers], self._pages.table(order.rows))
+
+    def _watch_weights(self, order: WatchWeights) -> None:
+        """Check the weights from now on. The next daemon sends the order again."""
+        if self._guard is not None:
+            self._guard.close()
+        holder = self._connection.take_descriptor() if order.has_holder else None
+        store = self._connection.take_descriptor() if order.store else None
+        self._guard = WeightGuard(holder, store, order.store)
 
     def _add(self, order: AddChannel) -> None:
         """Begin to read a channel."""
@@ -258,7 +273,8 @@ class DirectChannels:
             session.run(now)
             self._running = channel, request_id, packet
             self._started_at = monotonic()
-            return self._run_request(Predict(number, description), tensors, self._on_reply)
+            status = self._run_request(Predict(number, description), tensors, self._on_reply)
+            return status if self._are_weights_valid else exit_codes.MODEL_CORRUPTED
         return exit_codes.OK
 
     def _of_one_session(self, readable: List[PulledChannel]) -> Tuple[Optional[ChannelSession], List[PulledChannel]]:
@@ -275,6 +291,11 @@ class DirectChannels:
         seconds = monotonic() - self._started_at
         channel, request_id, packet = self._running
         session, pulled = channel.session, channel.pulled
+        if self._guard is not None and not self._guard.are_weights_valid():
+            # The reply may be wrong. The row of the exiting process shows the request, so the client sends it again.
+            _log.error("the shared weights have become invalid: the worker exits without an answer")
+            self._are_weights_valid = False
+            return
         session.on_result(pulled, seconds)
         message: Any = reply[0]
         if message.__class__ is PredictResult:
