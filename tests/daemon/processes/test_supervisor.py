@@ -35,6 +35,7 @@ from weightd_daemon.platform import processes
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.platform.exit_cause import ExitCause, MissingFile
 from weightd_daemon.platform.processes import ChildProcess
+from weightd_daemon.processes import fork_servers
 from weightd_daemon.processes.events import Snapshot
 from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.processes.fork_coordinator import ForkCoordinator, ForkRequest
@@ -351,6 +352,9 @@ def test_all_processes_use_the_copied_sample(
 
     original = processes.start
     monkeypatch.setattr(processes, "start", start)
+    # The interpreter of the test only sleeps, so the fork server never connects, and the processes start without it.
+    monkeypatch.setattr(fork_servers, "START_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(fork_servers, "FORK_TIMEOUT_S", 0.1)
     model = harness.model_of(table)
     model.start(0.0)
     while WORKER not in harness.supervisor.processes:
