@@ -91,6 +91,12 @@ class ChannelClient:
             spec.name: from_frame(spec, frame) for spec, frame in zip(message.description.outputs, frames, strict=True)
         }
 
+    def output(self, name: str) -> Any:
+        """Wait for the answer to a request; return the output `y` as lists of numbers."""
+        answer = self.answer(name)
+        assert isinstance(answer, dict), answer
+        return answer["y"].tolist()
+
     def has_answer(self, name: str) -> bool:
         """Return whether the answer to a request has arrived."""
         self._read()

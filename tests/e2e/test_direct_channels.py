@@ -53,18 +53,12 @@ def is_busy(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "R"
 
 
-def n_of(client: ChannelClient, name: str) -> list[int]:
-    answer = client.answer(name)
-    assert isinstance(answer, dict), answer
-    return [*answer["y"]]
-
-
 def test_worker_answers_while_daemon_is_stopped(service: Service) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client:
         os.kill(service.pid, signal.SIGSTOP)
         try:
             names = [client.send(n=ints(number)) for number in range(20)]
-            assert [n_of(client, each) for each in names] == [[number] for number in range(20)]
+            assert [client.output(each) for each in names] == [[number] for number in range(20)]
         finally:
             os.kill(service.pid, signal.SIGCONT)
 
@@ -72,7 +66,7 @@ def test_worker_answers_while_daemon_is_stopped(service: Service) -> None:
 def test_unknown_description_is_answered_by_the_daemon(service: Service) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client:
         name = client.send(n=ints(3, 4))
-        assert n_of(client, name) == [3, 4]
+        assert client.output(name) == [3, 4]
         assert client.wait_for(RequestAdopted).id == name
 
 
@@ -82,9 +76,9 @@ def test_killed_worker_loses_only_its_request(service: Service) -> None:
         until(lambda: client.has_answer(first) or is_busy(worker_pid(service)), "the first one runs")
         os.kill(worker_pid(service), signal.SIGKILL)
         assert client.wait_for(RequestLost).id == first
-        assert [n_of(client, each) for each in others] == [[2], [3], [4]]
+        assert [client.output(each) for each in others] == [[2], [3], [4]]
         client.wait_for(ChannelEnded)
-        assert n_of(client, client.relay(n=ints(5))) == [5]
+        assert client.output(client.relay(n=ints(5))) == [5]
 
 
 def test_hung_request_ends_in_an_error(service: Service) -> None:
@@ -94,7 +88,7 @@ def test_hung_request_ends_in_an_error(service: Service) -> None:
         assert (answer.code, "longer than predict_timeout" in answer.error) == ("DEADLINE_EXCEEDED", True)
         # From now on, the daemon checks each request, and blames the client for this one.
         assert client.wait_for(ChannelEnded)
-        assert n_of(client, client.relay(n=ints(5))) == [5]
+        assert client.output(client.relay(n=ints(5))) == [5]
         refused = client.refused_channel()
         assert (refused.code, "crashed or hung" in refused.error) == ("FAILED_PRECONDITION", True)
 
@@ -103,7 +97,7 @@ def test_update_answers_queued_requests(service: Service, tmp_path: Path) -> Non
     with ChannelClient(service.address, "patient", n=ints(1)) as client, service.client() as operator:
         names = [client.send(n=ints(number)) for number in (SLOW, 2, 3)]
         operator.update("patient", path=str(tmp_path / "patient.onnx"))
-        assert [n_of(client, each) for each in names] == [[SLOW], [2], [3]]
+        assert [client.output(each) for each in names] == [[SLOW], [2], [3]]
         client.wait_for(ChannelEnded)
         with pytest.raises(BrokenPipeError):
             client.send(n=ints(1))
@@ -113,7 +107,7 @@ def test_unload_answers_queued_requests(service: Service) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client, service.client() as operator:
         names = [client.send(n=ints(number)) for number in (SLOW, 2, 3)]
         operator.unload("patient")
-        assert [n_of(client, each) for each in names] == [[SLOW], [2], [3]]
+        assert [client.output(each) for each in names] == [[SLOW], [2], [3]]
         with pytest.raises(BrokenPipeError):
             client.send(n=ints(1))
         refused = client.refused_channel()
@@ -130,7 +124,7 @@ def test_disconnect_closes_all_descriptors(service: Service) -> None:
     before = descriptors()
     for _ in range(5):
         with ChannelClient(service.address, "patient", n=ints(1)) as client:
-            assert n_of(client, client.send(n=ints(7))) == [7]
+            assert client.output(client.send(n=ints(7))) == [7]
     until(lambda: descriptors() == before, "all descriptors are closed")
 
 
@@ -141,7 +135,7 @@ def test_usage_counts_requests_of_channels(service: Service) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client:
         before = served()
         for number in range(30):
-            assert n_of(client, client.send(n=ints(number))) == [number]
+            assert client.output(client.send(n=ints(number))) == [number]
         until(lambda: served() == before + 30, "the requests are counted")
 
 
@@ -149,4 +143,4 @@ def test_stop_answers_queued_requests(service: Service) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client:
         names = [client.send(n=ints(number)) for number in (SLOW, 2, 3)]
         os.kill(service.pid, signal.SIGTERM)
-        assert [n_of(client, each) for each in names] == [[SLOW], [2], [3]]
+        assert [client.output(each) for each in names] == [[SLOW], [2], [3]]

@@ -18,6 +18,7 @@ Parts that decide
 `weightd_worker.channels.session`        the life of a request in a worker
 `weightd_worker.channels.requests`       parses requests; the descriptions that a worker may run
 `weightd_worker.channels.answers`        writes answers
+`weightd_worker.channels.weight_guard`   checks that the worker's shared weights are still valid
 `weightd.channels.requests`              when a client asks for a channel
 `weightd.channels.calls`                 the client's calls: channel or daemon, and the end of each call
 ======================================== =============================================================================
@@ -72,7 +73,8 @@ Life of a request
    request.
 5. Otherwise the worker stores the start and RUNNING, and runs the predict. A late request gets an error instead, and
    does not run.
-6. It stores the measured cost and sends the answer. If the answer is too large for a packet, it hands the request over,
+6. If the shared weights have become invalid meanwhile, it exits without an answer. Otherwise it stores the measured
+   cost and sends the answer. If the answer is too large for a packet, it hands the request over,
    which runs again. If the channel is full, it sends `AnswerDropped` to the daemon instead. It counts the end and
    stores IDLE.
 

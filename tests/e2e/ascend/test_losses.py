@@ -13,7 +13,9 @@ import pytest
 from testkit.service import Service
 from testkit.waiting import until
 from weightd import Unavailable
+from weightd_protocol.messages.channels import RequestLost
 
+from ..channel_client import ChannelClient
 from ..support import Load, SampleRequest, ask_all
 from .support import MODEL, Cards, kill, make_host, names, number, questions, serves, status, wait_for_all
 
@@ -46,6 +48,16 @@ def load(cards: Cards, service: Service, right: list[SampleRequest]) -> Iterator
     wait_for_all(service)
     assert status(service).failed == failed
     assert cards.host.copies_of_weights(0) == 1
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process as a letter; "Z": it has exited, but its parent does not know."""
+    return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
+
+
+def log_of(pid: int) -> str:
+    """Return the log of a child process."""
+    return Path(f"/proc/{pid}/fd/2").readlink().read_text("utf-8")
 
 
 def wait_for_new_spare(service: Service, before: list[str]) -> None:
@@ -110,6 +122,27 @@ def test_replaces_generation_of_killed_holder(service: Service, load: Load) -> N
     generation = number(service)
     kill(service, "holder")
     until(lambda: serves(service, generation + 1), "the next generation serves alone")
+
+
+def test_worker_answers_on_no_channel_after_the_holder_died(service: Service, right: list[SampleRequest]) -> None:
+    x, expected = right[0].inputs["x"], right[0].answer["y"].tolist()
+    workers = [each.pid for each in service.processes() if each.role == "worker"]
+    [holder] = [each.pid for each in service.processes() if each.role == "holder"]
+    with ChannelClient(service.address, MODEL, x=x) as client:
+        # While the daemon is stopped, only the worker can notice the exit of the holder.
+        os.kill(service.pid, signal.SIGSTOP)
+        try:
+            assert client.output(client.send(x=x)) == expected
+            os.kill(holder, signal.SIGKILL)
+            until(lambda: state_of(holder) == "Z", "the holder has exited")
+            name = client.send(x=x)
+            until(lambda: any("weights have become invalid" in log_of(each) for each in workers), "no answer")
+            assert not client.has_answer(name)
+        finally:
+            os.kill(service.pid, signal.SIGCONT)
+        assert client.wait_for(RequestLost).id == name
+        assert client.output(client.relay(x=x)) == expected
+    wait_for_all(service)
 
 
 def test_retries_failed_replacement_and_reports_reason(

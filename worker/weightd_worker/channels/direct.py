@@ -102,6 +102,9 @@ class DirectChannels:
         connection: the connection to the daemon, which also waits for requests on the channels.
         run_request: runs a request.
         descriptions: the descriptions that this worker has decoded.
+
+    Attributes:
+        failure: why the process must exit; "" if it need not, or if only the exit status of `serve` says so.
     """
 
     def __init__(self, connection: Connection, run_request: RunRequest, descriptions: DescriptionCache) -> None:
@@ -121,8 +124,8 @@ class DirectChannels:
         self._started_at = 0.0
         # Checks the shared weights before each answer; None if they cannot become invalid.
         self._guard: Optional[WeightGuard] = None
-        self._are_weights_valid = True
         self._is_closed = False
+        self.failure = ""
 
     # --- orders -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class DirectChannels:
             self._running = channel, request_id, packet
             self._started_at = monotonic()
             status = self._run_request(Predict(number, description), tensors, self._on_reply)
-            return status if self._are_weights_valid else exit_codes.MODEL_CORRUPTED
+            return exit_codes.MODEL_CORRUPTED if self.failure else status
         return exit_codes.OK
 
     def _of_one_session(self, readable: List[PulledChannel]) -> Tuple[Optional[ChannelSession], List[PulledChannel]]:
@@ -293,8 +296,7 @@ class DirectChannels:
         session, pulled = channel.session, channel.pulled
         if self._guard is not None and not self._guard.are_weights_valid():
             # The reply may be wrong. The row of the exiting process shows the request, so the client sends it again.
-            _log.error("the shared weights have become invalid: the worker exits without an answer")
-            self._are_weights_valid = False
+            self.failure = "the shared weights have become invalid during a request on a direct channel"
             return
         session.on_result(pulled, seconds)
         message: Any = reply[0]

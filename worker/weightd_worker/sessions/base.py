@@ -177,7 +177,8 @@ class Session(abc.ABC):
         assert self._direct_channels is not None  # noqa: S101 - `_next_order` has checked it
         status = self._direct_channels.serve(self._connection.ready)
         if status != exit_codes.OK:
-            return self._report_failure("a request on a direct channel may have corrupted the model", status)
+            cause = self._direct_channels.failure or "a request on a direct channel may have corrupted the model"
+            return self._report_failure(cause, status)
         return status
 
     def _do_housekeeping(self) -> None:
