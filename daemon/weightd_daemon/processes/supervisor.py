@@ -226,15 +226,11 @@ class ProcessSupervisor:
         if process_spec.is_channel_only or not program.spawn_reason:
             self.messenger.set_channel_only(name)
         if template:
-            until = event_loop.now() + FORK_TIMEOUT_S
-            self._fork_coordinator.fork(
-                ForkRequest(
-                    process_spec,
-                    template,
-                    until,
-                    lambda failed, why: self._fail_start(failed.name, f"cannot be started by a fork: {why}"),
-                )
-            )
+
+            def fail(failed: ProcessSpec, why: str) -> None:
+                self._fail_start(failed.name, f"cannot be started by a fork: {why}")
+
+            self._fork_coordinator.fork(ForkRequest(process_spec, template, event_loop.now() + FORK_TIMEOUT_S, fail))
         elif program.spawn_reason:
             self._start(process_spec, program.spawn_reason)
         else:
