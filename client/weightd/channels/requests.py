@@ -13,8 +13,8 @@ from typing import Callable, Dict, List, Optional
 from weightd_protocol import limits
 from weightd_protocol.messages.channels import ChannelOpened, OpenChannel
 
-MAX_OPEN_CHANNELS = 8
-"""Maximum number of channels of one client."""
+MAX_OPEN_CHANNELS = 64
+"""Maximum number of channels of one client. The daemon allows a user no more of them on one device."""
 
 # The client asks after this number of answers, and not sooner than this number of seconds after a refusal or an end.
 _MIN_ANSWERS = 3

@@ -70,7 +70,7 @@ class Device:
         # The row that each reader reads, and the rows that no worker writes. A row outlives its worker.
         self._readers: list[RowReader] = []
         self._free_rows: list[int] = []
-        self._last_activity: list[Activity] = []
+        self._last_activity: dict[str, Activity] = {}
         self._tenants: dict[Tenant, int] = {}
 
     def add_worker(self, worker: ChannelWorker, now: float) -> bool:
@@ -96,12 +96,15 @@ class Device:
         """Return the reader of a worker's row."""
         return self._readers[worker.row]
 
-    def has_new_activity(self) -> bool:
-        """Return whether a worker has taken a request since the last call, or has one."""
-        activity = [each.activity for each in self._readers]
-        is_new = activity != self._last_activity or any(each.is_busy for each in activity)
-        self._last_activity = activity
-        return is_new
+    def take_active(self) -> list[ChannelWorker]:
+        """Return the workers that have taken a request since the last call, or have one."""
+        before, self._last_activity = self._last_activity, {}
+        active: list[ChannelWorker] = []
+        for process, worker in self.workers.items():
+            activity = self._last_activity[process] = self._readers[worker.row].activity
+            if activity.is_busy or activity != before.get(process):
+                active.append(worker)
+        return active
 
     def rows_order(self, worker: ChannelWorker) -> SetChannelRows:
         """Return the order that tells a worker which rows are in use."""

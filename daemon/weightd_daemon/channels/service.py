@@ -10,7 +10,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from weightd_common.channels.messages import (
@@ -46,8 +46,7 @@ from weightd_protocol.messages import channels as wire
 
 _log = logging.getLogger("weightd")
 
-# Maximum number of direct channels of one connection, and of one user.
-MAX_CLIENT_CHANNELS = 8
+# Maximum number of direct channels of one user or tenant.
 MAX_USER_CHANNELS = 64
 
 # Seconds between two looks at the rows of the workers while there are channels.
@@ -145,6 +144,8 @@ class ChannelService:
             return None
         worker = device.workers[process]
         loss = self._running(device, worker)
+        for channel in self._channels.values():
+            self._count_workers(channel, (worker,))
         device.remove_worker(process, time.monotonic())
         if not any(each.generation == worker.generation for each in device.workers.values()):
             self._generations.pop(process.rpartition(".")[0], None)
@@ -191,13 +192,11 @@ class ChannelService:
 
         Raises:
             FailedPrecondition: the model has no direct channels.
-            ResourceExhausted: the client, its user or the device has too many channels.
+            ResourceExhausted: the client's user or the device has too many channels.
         """
         if now < self._slow_until.get((owner.origin.principal, owner.model), 0.0):
             raise FailedPrecondition(f"a request to {owner.model} ran longer than {_MAX_RUN_S:g} s on a direct channel")
         device, generation = self._find_generation(owner.model)
-        if len(self.by_client.get(owner.client, ())) >= MAX_CLIENT_CHANNELS:
-            raise ResourceExhausted(f"this connection already has {MAX_CLIENT_CHANNELS} direct channels")
         users = Counter(each.owner.origin.principal for each in self._channels.values())
         if users[owner.origin.principal] >= MAX_USER_CHANNELS:
             raise ResourceExhausted(f"this user already has {MAX_USER_CHANNELS} direct channels")
@@ -218,8 +217,8 @@ class ChannelService:
             theirs.close()
             raise ResourceExhausted(f"all {limits.MAX_CHANNELS} direct channels of this device are in use")
         slot = device.table.channels[serial].slot
-        channel = OpenChannel(device, slot, owner, ours, device.table.rows.counts(slot, real), now)
-        channel.counted_by_row = {each.row: device.reader(each).counts(slot, real) for each in device.workers.values()}
+        counted = {row: each.counts(slot, real) for row, each in enumerate(device.table.rows.readers)}
+        channel = OpenChannel(device, slot, owner, ours, generation, counted, now)
         self._sockets.add(serial, channel, theirs)
         self._sockets.execute()
         self.timer.set_no_later_than(now + _TICK_S)
@@ -300,15 +299,13 @@ class ChannelService:
         for device in self._devices.values():
             if not device.table.channels:
                 continue
-            has_new_activity = device.has_new_activity()
-            if has_new_activity:
-                device.table.inspect_rows(time.monotonic())
+            active = device.take_active()
+            device.table.inspect_rows([each.process for each in active], time.monotonic())
             for serial in tuple(device.table.channels):
-                if has_new_activity:
-                    self._count(self._channels[serial])
+                self._count_workers(self._channels[serial], active)
                 self._update(device, serial, now)
             self._sockets.execute()
-            self._end_hung(device, now)
+            self._end_hung(device, active, now)
         if self._channels:
             self.timer.set_no_later_than(now + _TICK_S)
 
@@ -322,26 +319,32 @@ class ChannelService:
         if now >= channel.used_at + _IDLE_TIMEOUT_S:
             device.table.end(serial, ChannelEvent.REVOKE)
             return
-        left = entry.limits[0] - (channel.counted.requests - entry.base_requests)
+        left = entry.limits[0] - channel.taken
         if left < _WINDOW_REQUESTS // 2 or entry.expires_at - real < _EXTEND_BELOW_S:
             taken = min(_WINDOW_REQUESTS, max(0, _WINDOW_REQUESTS - left))
             device.table.refill(serial, taken, _WINDOW_BYTES if taken else 0, real + _LIFETIME_S, real)
 
     def _count(self, channel: OpenChannel) -> None:
         """Count the requests of a channel since the last call."""
-        device, slot, real = channel.device, channel.slot, time.monotonic()
-        counts = device.table.rows.counts(slot, real)
-        before, usage = channel.counted, channel.owner.usage
+        self._count_workers(channel, channel.device.workers.values())
+
+    def _count_workers(self, channel: OpenChannel, workers: Iterable[ChannelWorker]) -> None:
+        """Count the requests of a channel that these workers have run since the last call."""
+        for worker in workers:
+            if worker.generation == channel.generation:
+                self._count_worker(channel, worker)
+
+    def _count_worker(self, channel: OpenChannel, worker: ChannelWorker) -> None:
+        counts = channel.device.reader(worker).counts(channel.slot, time.monotonic())
+        before = channel.counted.get(worker.row, NO_COUNTS)
         if counts == before:
             return
-        for worker in device.workers.values():
-            by_worker = device.reader(worker).counts(slot, real)
-            earlier = channel.counted_by_row.get(worker.row, NO_COUNTS)
-            channel.counted_by_row[worker.row] = by_worker
-            if by_worker.run > earlier.run:
-                worker.info.on_ran(worker.process, by_worker.run - earlier.run, by_worker.seconds - earlier.seconds)
-        now = event_loop.now()
-        channel.counted, channel.used_at = counts, now
+        channel.counted[worker.row] = counts
+        channel.taken += counts.requests - before.requests
+        channel.used_at = now = event_loop.now()
+        if counts.run > before.run:
+            worker.info.on_ran(worker.process, counts.run - before.run, counts.seconds - before.seconds)
+        usage = channel.owner.usage
         # The daemon counts a request that was returned to it, or was lost with its worker, when it receives it.
         usage.requests += counts.ended - counts.returned - before.ended + before.returned
         usage.served += counts.answered - before.answered
@@ -367,8 +370,8 @@ class ChannelService:
             if is_open and channel.owner.model == model and channel.owner.origin.principal == principal:
                 self._end(serial, ChannelEvent.RIGHTS_CHANGE)
 
-    def _end_hung(self, device: Device, now: float) -> None:
-        for worker in tuple(device.workers.values()):
+    def _end_hung(self, device: Device, active: Sequence[ChannelWorker], now: float) -> None:
+        for worker in active:
             loss = self._running(device, worker)
             if loss is not None and loss.ran_s > _MAX_RUN_S:
                 self._on_slow(loss.origin.principal, worker.info.model, now)

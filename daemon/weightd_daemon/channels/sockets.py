@@ -95,20 +95,22 @@ class OpenChannel:
         slot: the slot in the device's pages.
         owner: for whom the channel was opened.
         duplicate: the daemon's descriptor of the workers' end.
-        counted: the counts that the usage has already.
+        generation: the serial of the generation whose workers read it.
+        counted: the counts that the usage has already, by row.
         used_at: when the counts last changed.
         digests: the digests of the descriptions that workers run.
-        counted_by_row: the counts of each row that the workers' counters have already.
+        taken: the number of requests that workers have taken, as far as they are counted.
     """
 
     device: Device
     slot: int
     owner: ChannelOwner
     duplicate: socket.socket
-    counted: Counts
+    generation: int
+    counted: dict[int, Counts]
     used_at: float
     digests: set[str] = field(default_factory=set[str])
-    counted_by_row: dict[int, Counts] = field(default_factory=dict[int, Counts])
+    taken: int = 0
 
 
 class ChannelSockets:

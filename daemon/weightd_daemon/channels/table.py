@@ -106,7 +106,6 @@ class DirectChannel:
         generation: the serial of the generation.
         machine: the state.
         limits: the limits of requests and bytes that the client has been granted so far.
-        base_requests: the number of requests that workers had taken from the slot when the channel was granted.
         expires_at: the expiry in seconds of CLOCK_MONOTONIC.
         workers: the workers that hold a descriptor, or to which one has been sent.
         may_have_run: whether requests may have run of which no row and no message is left.
@@ -119,7 +118,6 @@ class DirectChannel:
     machine: ChannelMachine
     limits: tuple[int, int]
     expires_at: float
-    base_requests: int = 0
     workers: set[str] = field(default_factory=set[str])
     may_have_run: bool = False
 
@@ -178,7 +176,7 @@ class ChannelTable:
         slot, serial = self._free_slots.pop(), next(self._serials)
         machine = ChannelMachine(CHANNEL_TRANSITIONS, ChannelState.OPEN, f"channel {serial}", {})
         counts = self.rows.counts(slot, now)
-        channel = DirectChannel(slot, client, tenant, generation, machine, limits, expires_at, counts.requests)
+        channel = DirectChannel(slot, client, tenant, generation, machine, limits, expires_at)
         self.channels[serial] = channel
         page_limits = counts.requests + limits[0], counts.nbytes + limits[1]
         self._page.open_channel(slot, serial, generation, tenant, page_limits, expires_at)
@@ -314,25 +312,26 @@ class ChannelTable:
         row.repair(self._tenant_slots, range(self._layout.channel_slots), now)
         return row
 
-    def inspect_rows(self, now: float) -> None:
-        """Read the rows of all workers, and replace the workers whose rows are implausible."""
-        for worker, (_, row) in self._workers.items():
-            self._inspect(row, now)
+    def inspect_rows(self, workers: Iterable[str], now: float) -> None:
+        """Read the rows of these workers, and replace the workers whose rows are implausible."""
+        for worker in workers:
+            _, row = self._workers[worker]
+            self._inspect(row, [each for each in self.channels.values() if worker in each.workers], now)
             if not row.is_plausible:
                 self._actions.append(ReplaceWorker(worker))
 
-    def _inspect(self, row: RowReader, now: float) -> None:
+    def _inspect(self, row: RowReader, channels: Iterable[DirectChannel], now: float) -> None:
         row.start_s(now)
         row.running_since(now)
         for slot in self._tenant_slots:
             row.used_s(slot, now)
             row.base_s(slot, now)
-        for channel in self.channels.values():
+        for channel in channels:
             if channel.machine.state is not ChannelState.UNHELD:
                 row.counts(channel.slot, now)
 
     def _judge_request(self, row: RowReader, held: dict[int, DirectChannel], now: float) -> None:
-        self._inspect(row, now)
+        self._inspect(row, held.values(), now)
         current = row.last_request(held)
         if not row.is_plausible:
             for serial, channel in held.items():

@@ -795,7 +795,7 @@ class World:
         """Let each process do a little."""
         daemon = self.daemon
         self.notice_gone()
-        daemon.table.inspect_rows(self.now)
+        daemon.table.inspect_rows([*daemon.table._workers], self.now)
         daemon.look_at_queues()
         served = {worker.generation for worker in self.workers.values()}
         for generation in {channel.generation for channel in daemon.table.channels.values()} - served:
