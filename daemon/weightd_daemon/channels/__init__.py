@@ -110,7 +110,7 @@ row that is implausible says nothing: the daemon revokes all channels of the wor
 answer may have run. A worker that has been taken over can write a plausible lie; it can harm the clients of the
 channels that it holds.
 
-Exit of the daemon: clients and workers go on until the channel expires. The next daemon has no duplicates (UNHELD).
+Exit of the daemon: clients and workers go on until the channel expires. The next daemon has no duplicates.
 Each worker that connects to it calls `shutdown(SHUT_RD)` on its descriptors, answers the queue under the earlier page,
 and closes the channels. A client that reads the end of such a channel fails the rest: it may have run. A request that
 the worker would hand over from such a channel gets an error, because the next daemon does not know the client.

@@ -21,7 +21,6 @@ class ChannelState(enum.Enum):
     )
     ABANDONED = "abandoned"  # the client has closed its end: workers stop reading, queued requests are discarded
     DRAINED = "drained"  # no worker holds the channel; the daemon reads the rest of the queue
-    UNHELD = "unheld"  # granted by an earlier daemon: no duplicate exists; workers answer the queued requests
     CLOSED = "closed"  # no process holds the workers' end, and the client has been notified
 
 
@@ -44,9 +43,6 @@ READABLE = frozenset({ChannelState.OPEN, ChannelState.REVOKED})
 
 # The daemon reads the queue itself.
 SELF_READ = frozenset({ChannelState.RECLAIMED, ChannelState.DRAINED})
-
-# The daemon cannot reach the client: it has exited, or an earlier daemon has granted the channel.
-CLIENTLESS = frozenset({ChannelState.ABANDONED, ChannelState.UNHELD})
 
 _RECLAIMING_EVENTS = (
     ChannelEvent.RIGHTS_CHANGE,
@@ -73,7 +69,6 @@ CHANNEL_TRANSITIONS: Mapping[tuple[ChannelState, ChannelEvent], ChannelState] = 
     (ChannelState.ABANDONED, ChannelEvent.RELEASED): ChannelState.CLOSED,
     (ChannelState.DRAINED, ChannelEvent.EMPTIED): ChannelState.CLOSED,
     (ChannelState.DRAINED, ChannelEvent.CLIENT_GONE): ChannelState.CLOSED,
-    (ChannelState.UNHELD, ChannelEvent.RELEASED): ChannelState.CLOSED,
 }
 
 ChannelMachine = Machine[ChannelState, ChannelEvent]

@@ -33,7 +33,6 @@ from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader, Rows
 from weightd_daemon.channels.states import (
     CHANNEL_TRANSITIONS,
-    CLIENTLESS,
     READABLE,
     SELF_READ,
     ChannelEvent,
@@ -273,17 +272,6 @@ class ChannelTable:
         if channel.machine.state is not ChannelState.OPEN:
             self._check_released(serial, channel)
 
-    def on_unheld(self, worker: str, serials: Iterable[int]) -> None:
-        """A worker that has reconnected still answers channels of an earlier daemon."""
-        for serial in serials:
-            channel = self.channels.get(serial)
-            if channel is None:
-                machine = ChannelMachine(CHANNEL_TRANSITIONS, ChannelState.UNHELD, f"channel {serial}", {})
-                generation = self._workers[worker][0]
-                channel = DirectChannel(-1, "", -1, generation, machine, (0, 0), float("inf"))
-                self.channels[serial] = channel
-            channel.workers.add(worker)
-
     def on_report(self, worker: str, report: WorkerReport) -> None:
         """Process a message of a worker."""
         channel = self.channels.get(report.channel)
@@ -327,8 +315,7 @@ class ChannelTable:
             row.used_s(slot, now)
             row.base_s(slot, now)
         for channel in channels:
-            if channel.machine.state is not ChannelState.UNHELD:
-                row.counts(channel.slot, now)
+            row.counts(channel.slot, now)
 
     def _judge_request(self, row: RowReader, held: dict[int, DirectChannel], now: float) -> None:
         self._inspect(row, held.values(), now)
@@ -355,12 +342,12 @@ class ChannelTable:
         self._actions.append(Order(worker, AddChannel(channel.slot, serial)))
 
     def _notify(self, channel: DirectChannel, notice: Notice) -> None:
-        if channel.machine.state not in CLIENTLESS:
+        if channel.machine.state is not ChannelState.ABANDONED:
             self._actions.append(Notify(channel.client, notice))
 
     def _adopt(self, serial: int, request: int, payload: bytes) -> None:
         channel = self.channels.get(serial)
-        if channel is not None and channel.machine.state not in CLIENTLESS:
+        if channel is not None and channel.machine.state is not ChannelState.ABANDONED:
             self._notify(channel, Adopted(serial, request))
             self._actions.append(Relay(channel.client, serial, request, payload))
 
@@ -371,8 +358,6 @@ class ChannelTable:
 
     def _close(self, serial: int, channel: DirectChannel) -> None:
         del self.channels[serial]
-        if channel.slot < 0:
-            return
         self._notify(channel, Ended(serial, channel.may_have_run))
         self._actions.append(CloseDuplicate(serial))
         self._page.free_channel(channel.slot)

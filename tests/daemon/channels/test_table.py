@@ -303,16 +303,3 @@ def test_a_worker_with_an_implausible_row_is_replaced(setting: Setting, index: i
     assert setting.table.take_actions() == [ReplaceWorker("w")]
     setting.table.on_worker_exit("w", NOW)
     assert setting.table.rows.readers[0].is_plausible
-
-
-def test_an_unheld_channel_ends_with_its_last_worker(setting: Setting) -> None:
-    table = setting.table
-    table.add_worker("x", GENERATION, RowReader(LAYOUT, new_page(LAYOUT.row_bytes), 0.0))
-    table.on_unheld("w", [900])
-    table.on_unheld("x", [900])
-    table.on_report("w", HandedOver(900, 4, b"", ORDERED))
-    table.on_report("w", Released(900, ORDERED))
-    assert table.channels
-    table.on_worker_exit("x", NOW)
-    assert not table.channels
-    assert table.take_actions() == []

@@ -89,9 +89,7 @@ class Answer(NamedTuple):
 
 
 class Reconnected(NamedTuple):
-    """A worker reports to the next daemon that it still reads these channels."""
-
-    channels: tuple[int, ...]
+    """A worker has connected to the next daemon."""
 
 
 class DaemonLost(NamedTuple):
@@ -243,7 +241,6 @@ class Daemon(Process):
     def on_report(self, worker: Worker, report: Any) -> None:
         if isinstance(report, Reconnected):
             self.table.add_worker(worker.name, worker.generation, self.row_of(worker))
-            self.table.on_unheld(worker.name, report.channels)
         else:
             self.table.on_report(worker.name, report)
 
@@ -340,14 +337,14 @@ class Worker(Process):
                     self.close(session.release(order.channel))
 
     def reconnect(self) -> None:
-        serials = [each for session in self.sessions for each in session.on_new_daemon()]
+        serials = sorted(each for session in self.sessions for each in session.channels)
         for serial in serials:
             self.operate()
             self.world.pairs[serial].is_shut = True
             self.world.wake(serial)
         self.reports.clear()
         self.join(self.world.daemon)
-        self.send(Reconnected(tuple(serials)))
+        self.send(Reconnected())
 
     def life(self) -> Iterator[None]:
         while True:
@@ -761,8 +758,6 @@ class World:
             return
         words = self.daemon.memory.words
         for serial, channel in self.daemon.table.channels.items():
-            if channel.machine.state is ChannelState.UNHELD:
-                continue
             index, row_index = LAYOUT.channel(channel.slot), LAYOUT.row_channel(channel.slot)
             excess = (
                 sum(row.words[row_index + REQUESTS] for row in self.daemon.row_memory) - words[index + REQUEST_LIMIT]

@@ -258,9 +258,3 @@ def test_channels_of_one_tenant_take_turns(worker: PagedWorker) -> None:
         worker.session.on_nothing(channel)
     assert sorted(serials[:3]) == [11, 22, 33]
     assert serials[3:] == serials[:3]
-
-
-def test_the_next_daemon_gets_no_channel_of_the_earlier_one(worker: PagedWorker) -> None:
-    worker.open(2, 22)
-    assert worker.session.on_new_daemon() == [11, 22]
-    assert worker.choose().serial in (11, 22)

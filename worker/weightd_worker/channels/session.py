@@ -69,14 +69,6 @@ class ChannelSession:
         """Forget a channel. Call this only between two requests. Return nothing if the channel is already forgotten."""
         return [Released(serial, reason)] if self.channels.pop(serial, None) else []
 
-    def on_new_daemon(self) -> List[int]:
-        """Return the serials of all channels. The caller calls `shutdown(SHUT_RD)` on each descriptor.
-
-        The next daemon has no duplicates of these channels. Their clients cannot send any more; this worker answers the
-        queued requests under the limits of the earlier daemon's page, and releases each channel at its end.
-        """
-        return sorted(self.channels)
-
     def choose(self, readable: Sequence[PulledChannel], now: float) -> Optional[PulledChannel]:
         """Return the channel to read next; None if no readable channel is usable. Call `take_releases` afterwards.
 
