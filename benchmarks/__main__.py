@@ -20,6 +20,7 @@ from benchmarks import (
     overload,
     ranks,
     recovery,
+    requests,
     rival,
     split,
     startup,
@@ -45,6 +46,7 @@ GATEWAY = "gateway"
 LIFECYCLE = "lifecycle"
 MEMORY = "memory"
 RANKS = "ranks"
+REQUESTS = "requests"
 RIVAL = "rival"
 
 
@@ -95,16 +97,19 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     RANKS: Benchmark(
         ranks.run, ranks.WORKERS, "two ranks of MindSpore with and without weightd; see `make .venv-mindspore` *"
     ),
-    RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd against mosec; see `make bench-rival` *"),
+    REQUESTS: Benchmark(
+        requests.run, requests.WORKERS, "weightd against mosec: 1 or 8 requests at a time; see `make bench-rival`"
+    ),
+    RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd against mosec: start, memory, kills; see `make bench-rival` *"),
 }
 
 # Not part of `all`, because they need root, further environments or much time.
-_ALONE = (CLUSTER, FAIRNESS, GATEWAY, LIFECYCLE, RANKS, RIVAL)
+_ALONE = (CLUSTER, FAIRNESS, GATEWAY, LIFECYCLE, RANKS, REQUESTS, RIVAL)
 
 _EPILOG = """\
 benchmarks, with their default numbers of workers:
 {benchmarks}
-  all         all except cluster, fairness, gateway, lifecycle, ranks and rival
+  all         all except cluster, fairness, gateway, lifecycle, ranks, requests and rival
 
 * --transport unix uses the Unix socket, --transport zmq uses ZeroMQ and the daemon's proxy. latency always measures
   the proxy as well.

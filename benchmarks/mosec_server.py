@@ -36,6 +36,7 @@ class MosecServer:
 
     Attributes:
         pid: pid of the main process.
+        port: its port on 127.0.0.1.
         begin: time of the start (time.perf_counter).
     """
 
@@ -49,8 +50,8 @@ class MosecServer:
             raise UnavailableError(f"mosec is not installed in {PYTHON.parent.parent}; run `make bench-rival`")
         self._directory = tempfile.TemporaryDirectory(prefix="mosec-", dir="/tmp")
         self._log = Path(self._directory.name, "log")
-        self._port = free_ports(1)[0]
-        arguments = ["--port", str(self._port), "--address", "127.0.0.1", "--path", f"{self._directory.name}/ipc"]
+        self.port = free_ports(1)[0]
+        arguments = ["--port", str(self.port), "--address", "127.0.0.1", "--path", f"{self._directory.name}/ipc"]
         env = {**os.environ, "RIVAL_MODEL": str(self._model), "RIVAL_WORKERS": str(self._workers), **self._env}
         self.begin = time.perf_counter()
         with self._log.open("wb") as log:
@@ -97,7 +98,7 @@ class MosecServer:
 
         def connect() -> bool:
             with contextlib.suppress(ConnectionRefusedError):
-                found.append(socket.create_connection(("127.0.0.1", self._port)))
+                found.append(socket.create_connection(("127.0.0.1", self.port)))
             return bool(found)
 
         self._until(connect)
