@@ -5,11 +5,12 @@ lowest virtual time, and of this tenant's channels the one that it served longes
 the device seconds that all workers of the device have spent on the tenant, divided by the tenant's weight. The rows of
 the workers have these seconds (`weightd_common.channels.pages`), so the workers of all models of a device share them.
 
-When a worker chooses a channel, it charges the expected cost of the request; when the request ends, the measured time
-replaces the expected cost. A tenant that was idle is raised to the virtual time of the model, at which the latest
-request of the model started: the tenant gets no credit for the past. Raising is idempotent. Each worker that raises a
-tenant stores a base, and only the greatest base of all workers counts. So two workers that raise a tenant at the same
-time raise it once.
+When a worker chooses among channels, it charges the expected cost of the request at once, so that workers which choose
+at the same time see it. If only one channel is readable, it charges the cost when it has the request. When the request
+ends, the measured time replaces the expected cost. A tenant that was idle is raised to the virtual time of the model,
+at which the latest request of the model started: the tenant gets no credit for the past. Raising is idempotent. Each
+worker that raises a tenant stores a base, and only the greatest base of all workers counts. So two workers that raise a
+tenant at the same time raise it once.
 
 A tenant that is alone at another model of the device gets ahead of all others. A request for which no other tenant
 waits at this worker is free for a tenant that is more than a second ahead of the tenants of the other models. Without
@@ -118,8 +119,9 @@ class PullScheduler:
         self._turn = 0
         # The mean cost of a request of each tenant.
         self._costs: Dict[int, float] = {}
-        # The charged request: the virtual seconds for a device second, and the tenant's seconds before the request.
-        self._charged = 1.0, 0.0
+        # The charged request: the virtual seconds for a device second, and the tenant's seconds before the request;
+        # None if the request is not charged yet.
+        self._charged: Optional[Tuple[float, float]] = None
         # The lowest virtual time of other models' workers, and the time at which it is read again.
         self._finish = 0.0
         self.stopped: List[Tuple[PulledChannel, str]] = []
@@ -141,17 +143,15 @@ class PullScheduler:
         self._next_finish_at = 0.0
 
     def choose(self, readable: Sequence[PulledChannel], now: float) -> Optional[PulledChannel]:
-        """Return the channel from which this worker reads the next request; None if no readable channel is usable.
-
-        The expected cost of the request is charged at once: workers that choose at the same time see it.
-        """
+        """Return the channel from which this worker reads the next request; None if no readable channel is usable."""
+        if len(readable) == 1 and not self._end_reason(readable[0], now):
+            self._charged = None
+            return readable[0]
         chosen, time, is_alone = self._lowest(readable)
         if chosen is not None and self._end_reason(chosen, now):
             chosen, time, is_alone = self._lowest(self._usable(readable, now))
         if chosen is None:
             return None
-        self._turn += 1
-        chosen.last_turn = self._turn
         self._charge(chosen, time, now, is_alone)
         return chosen
 
@@ -167,12 +167,19 @@ class PullScheduler:
             return OVERDRAWN
         return self._end_reason(channel, now)
 
+    def charge(self, channel: PulledChannel, now: float) -> None:
+        """Charge the expected cost of a request that this worker has taken, unless `choose` has charged it."""
+        if self._charged is None:
+            self._charge(channel, self.virtual_time(channel), now, is_alone=True)
+
     def cancel(self, channel: PulledChannel) -> None:
-        """Take back the charge of `choose`: no request runs."""
-        self._own[channel.used_index] = self._charged[1]
+        """Take back the charge: no request runs."""
+        if self._charged is not None:
+            self._own[channel.used_index] = self._charged[1]
 
     def settle(self, channel: PulledChannel, seconds: float) -> None:
         """Replace the charged expectation by the measured device seconds of the request."""
+        assert self._charged is not None  # noqa: S101 - the caller has called `charge`
         rate, before = self._charged
         self._own[channel.used_index] = before + seconds * rate
         mean = self._costs.get(channel.tenant)
@@ -211,6 +218,8 @@ class PullScheduler:
 
         `is_alone` says that no other tenant waits at this worker.
         """
+        self._turn += 1
+        channel.last_turn = self._turn
         own, index = self._own, channel.used_index
         rate = 1.0 / self._page_reals[channel.weight_index]
         expected_s = self._costs.get(channel.tenant, 0.0)
@@ -231,8 +240,6 @@ class PullScheduler:
 
     def _lowest(self, readable: Sequence[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
         """Return the next channel, the virtual time of its tenant, and whether no other tenant has a channel."""
-        if len(readable) == 1:
-            return readable[0], self.virtual_time(readable[0]), True
         times: Dict[int, float] = {}
         chosen: Optional[PulledChannel] = None
         chosen_time = 0.0

@@ -107,6 +107,7 @@ class ChannelSession:
         self._request = request
         self._has_run = False
         self._row.set_taken(channel.row_index, request, nbytes)
+        self._scheduler.charge(channel, now)
         self._refusal = self._scheduler.refusal(channel, now)
         return self._refusal
 

@@ -90,6 +90,9 @@ class OnnxRuntime(CpuEngine):
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # noqa: BLE001 - about a dozen types, with only Exception as a common base
             raise BuildError(f"onnxruntime: {error}") from None
+        # Run the extension module's session. The methods of the Python class around it take as long as the run of a
+        # small model: they look for missing inputs, which the daemon has done, and support devices not used here.
+        self._run = getattr(self._session, "_sess", self._session).run
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         has_ambiguous_ranks = not all(each.shape for each in (*inputs, *outputs))
         scalars: AbstractSet[str] = scalar_names(Path(model)) if has_ambiguous_ranks else set()
@@ -125,7 +128,7 @@ class OnnxRuntime(CpuEngine):
     def predict(self, inputs: Arrays) -> Arrays:
         """Run the model. The outputs are new arrays."""
         try:
-            outputs = self._session.run(self._output_names, inputs)
+            outputs = self._run(self._output_names, inputs, None)
         except self._errors.InvalidArgument as error:
             raise InvalidArgument(f"onnxruntime: {error}") from None
         except (self._errors.Fail, self._errors.RuntimeException) as error:

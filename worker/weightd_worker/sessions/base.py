@@ -83,12 +83,12 @@ class Session(abc.ABC):
         self._send(self._make_hello(sha256))
         while self._status == exit_codes.OK:
             order, tensors = self._next_order()
-            if isinstance(order, Predict):
+            if order is _SERVE_CHANNEL:
+                self._status = self._serve_channel()
+            elif isinstance(order, Predict):
                 self._status = self._runner.predict(order, tensors)
             elif isinstance(order, BeginBatch):
                 self._status = self._runner.predict_batch(tensors, order.rows, order.principal_ids)
-            elif order is _SERVE_CHANNEL:
-                self._status = self._serve_channel()
             elif isinstance(order, Stop):
                 if self._direct_channels is not None:
                     self._direct_channels.drain()
