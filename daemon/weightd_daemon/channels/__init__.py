@@ -66,8 +66,9 @@ Life of a request
 2. Each idle worker polls all its channels, level-triggered and without EPOLLEXCLUSIVE. It chooses one and charges the
    expected cost, stores the channel and TAKING, and reads one message without waiting. If another worker was quicker,
    it takes the charge back.
-3. It stores the request's number and counts, then TAKEN. If only one channel was readable, it charges the cost only now. Now it compares the counts with the limits, which includes the
-   counts of workers that took a request at the same time.
+3. It stores the request's number and counts, then TAKEN. If only one channel was readable, it charges the expected cost
+   now. It compares the counts with the limits, which includes the counts of workers that took a request at the same
+   time.
 4. If the request must not run (limits, expiry, end of the channel, unknown description, invalid packet), the worker
    stores HANDING_OVER and sends the request to the daemon. The daemon notifies the client by `Adopted` and relays the
    request.
