@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,15 @@ from weightd_daemon.tenants.usage import UsageTable
 from weightd_daemon.transport.connection import ClientConnection
 from weightd_daemon.transport.connections import ClientConnections
 from weightd_protocol import limits
-from weightd_protocol.codec import decode, encode
-from weightd_protocol.errors import FailedPrecondition, InvalidArgument, RemoteProtocolError, RequestError, Unavailable
+from weightd_protocol.codec import decode, encode, heading
+from weightd_protocol.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    RemoteProtocolError,
+    RequestError,
+    Unavailable,
+)
 from weightd_protocol.framing import Message
 from weightd_protocol.messages.channels import FROM_CHANNEL, ChannelOpened, OpenChannel
 from weightd_protocol.messages.types import DaemonMessage
@@ -102,12 +110,18 @@ class ChannelApi:
 
     def on_packet(self, owner: ChannelOwner, packet: bytes) -> None:
         """Handle a request that was sent on a channel, as if the client had sent it on its connection."""
-        connection, message = self._connections.get(owner.client), message_of(packet)
-        if connection is None or message is None or connection.is_closing:
+        connection, found = self._connections.get(owner.client), message_of(packet)
+        if connection is None or found is None or connection.is_closing:
             return
-        if owner.named_tenant is not None:
-            message = with_tenant(message, owner.named_tenant)
-        self._on_message(connection, message)
+        deadline_us, message = found
+        try:
+            message = adopt(message, owner, deadline_us - int(time.monotonic() * 1e6))
+        except RemoteProtocolError as error:
+            self._responses.reply_error(owner.client, heading(message.frames).id, InvalidArgument(str(error)))
+        except RequestError as error:
+            self._responses.reply_error(owner.client, heading(message.frames).id, error)
+        else:
+            self._on_message(connection, message)
 
     # --- called by the router -----------------------------------------------------------------------------------
 
@@ -135,16 +149,32 @@ class ChannelApi:
             self._service.on_answered(request.client, request.usage, hashlib.sha256(frame).hexdigest())
 
 
-def with_tenant(message: Message, name: str) -> Message:
-    """Return a request with the tenant of its channel, which the client does not send on the channel.
+def adopt(message: Message, owner: ChannelOwner, left_us: int) -> Message:
+    """Return a request of a channel as a message on the connection: with its tenant, and the time that it has left.
 
-    A message that is no request stays as it is: it will be refused.
+    A worker that a request has corrupted may hand over anything, and the client may be trusted with more than requests.
+    So only requests to the model of the channel pass.
+
+    Args:
+        message: the message.
+        owner: for whom the channel was opened.
+        left_us: the microseconds until the deadline.
+
+    Raises:
+        RemoteProtocolError: the message is no request.
+        InvalidArgument: the request is for another model.
+        DeadlineExceeded: the deadline has passed.
     """
-    try:
-        infer = decode(message.frames, FROM_CHANNEL)
-    except RemoteProtocolError:
-        return message
-    infer = dataclasses.replace(infer, parameters=dataclasses.replace(infer.parameters, tenant=name))
+    infer = decode(message.frames, FROM_CHANNEL)
+    model = infer.description.model_name
+    if model != owner.model:
+        raise InvalidArgument(f"model_name: expected {owner.model}, the model of the direct channel, got {model}")
+    if left_us <= 0:
+        raise DeadlineExceeded("was waiting on its direct channel at its deadline")
+    tenant = infer.parameters.tenant if owner.named_tenant is None else owner.named_tenant
+    timeout_us = min(left_us, limits.MAX_TIMEOUT_US)
+    parameters = dataclasses.replace(infer.parameters, tenant=tenant, timeout_us=timeout_us)
+    infer = dataclasses.replace(infer, parameters=parameters)
     frames = [*encode(infer), *message.frames[limits.MAX_HEADER_FRAMES :]]
     return Message(frames, tuple(map(len, frames)))
 

@@ -11,6 +11,7 @@ Parts that decide
 `page`                                   writes the daemon's page of a device
 `rows`                                   reads the workers' rows, which may contain anything
 `packets`                                parses packets that no worker has run
+`exclusions`                             tenants and users that have no channels to a model for some time
 `weightd_common.channels.pages`          layout of the pages
 `weightd_common.channels.messages`       messages between daemon, clients and workers, as values
 `weightd_worker.channels.pull_scheduler` the channel that a worker reads next; charges to tenants

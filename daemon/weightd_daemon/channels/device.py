@@ -6,6 +6,9 @@ import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from weightd_common import memfd
 from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, daemon_page, row_page
 from weightd_daemon.channels.page import DaemonPage
@@ -29,6 +32,8 @@ class ChannelWorker:
         has_pages: whether the worker has received the descriptor of the pages.
         is_leaving: whether the worker takes no new channels, because it will exit.
         is_faulty: whether the process is being ended because of a fault.
+        seen_run: the request and the start of the latest run that the daemon has seen.
+        seen_at: when it has seen it for the first time.
     """
 
     info: DirectWorker
@@ -37,6 +42,8 @@ class ChannelWorker:
     has_pages: bool = False
     is_leaving: bool = False
     is_faulty: bool = False
+    seen_run: tuple[int, float] = (0, 0.0)
+    seen_at: float = 0.0
 
     @property
     def process(self) -> str:
@@ -71,6 +78,8 @@ class Device:
         self._readers: list[RowReader] = []
         self._free_rows: list[int] = []
         self._last_activity: dict[str, Activity] = {}
+        # The counts of each row, an array of all channel slots and their words, and the counts that were seen.
+        self._counts: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []
         self._tenants: dict[Tenant, int] = {}
 
     def add_worker(self, worker: ChannelWorker, now: float) -> bool:
@@ -79,7 +88,11 @@ class Device:
             worker.row = self._free_rows.pop()
         elif len(self._readers) < limits.MAX_CHANNEL_ROWS:
             worker.row = len(self._readers)
-            self._readers.append(RowReader(DEVICE_LAYOUT, row_page(self._memory, worker.row), now))
+            page = row_page(self._memory, worker.row)
+            self._readers.append(RowReader(DEVICE_LAYOUT, page, now))
+            first = DEVICE_LAYOUT.row_channel(0)
+            counts = np.asarray(page.words[first:]).reshape(DEVICE_LAYOUT.channel_slots, -1)
+            self._counts.append((counts, counts.copy()))
         else:
             return False
         self.workers[worker.process] = worker
@@ -105,6 +118,13 @@ class Device:
             if activity.is_busy or activity != before.get(process):
                 active.append(worker)
         return active
+
+    def take_changed_slots(self, worker: ChannelWorker) -> set[int]:
+        """Return the channel slots whose counts in a worker's row have changed since the last call."""
+        counts, seen = self._counts[worker.row]
+        changed = np.flatnonzero((counts != seen).any(axis=1))
+        seen[changed] = counts[changed]
+        return set(changed.tolist())
 
     def rows_order(self, worker: ChannelWorker) -> SetChannelRows:
         """Return the order that tells a worker which rows are in use."""

@@ -34,6 +34,10 @@ class DaemonPage:
     def __init__(self, layout: Layout, page: Page) -> None:
         self._layout = layout
         self._words, self._reals = page
+        # The tenants' weights and offsets, and the channels' limits. They are never read from the page: a worker that a
+        # request has corrupted might have written to it.
+        self._tenants: dict[int, tuple[float, float]] = {}
+        self._limits: dict[int, tuple[int, int]] = {}
 
     def assign_tenant(self, slot: int, weight: float, used_s: float, device_s: float) -> None:
         """Give a tenant slot to a tenant, which begins at the device's virtual time.
@@ -44,13 +48,11 @@ class DaemonPage:
             used_s: the virtual time of the slot without the offset: used seconds and base of an earlier tenant.
             device_s: the virtual time of the device.
         """
-        index = self._layout.tenant(slot)
-        self._reals[index + WEIGHT] = weight
-        self._reals[index + OFFSET] = device_s - used_s
+        self._set_tenant(slot, weight, device_s - used_s)
 
     def offset(self, slot: int) -> float:
         """Return the offset of a tenant slot in seconds of virtual time."""
-        return self._reals[self._layout.tenant(slot) + OFFSET]
+        return self._tenants[slot][1]
 
     def set_weight(self, slot: int, weight: float, ahead_s: float) -> None:
         """Change the weight of a tenant, which is `ahead_s` seconds of virtual time ahead of the device.
@@ -58,10 +60,8 @@ class DaemonPage:
         Virtual time is device seconds divided by the weight. The offset keeps the device seconds by which the tenant is
         ahead. Without it, a tenant whose weight is raised would wait longer for the seconds that it used before.
         """
-        index = self._layout.tenant(slot)
-        earlier = self._reals[index + WEIGHT]
-        self._reals[index + WEIGHT] = weight
-        self._reals[index + OFFSET] += ahead_s * (earlier / weight - 1.0)
+        earlier, offset = self._tenants[slot]
+        self._set_tenant(slot, weight, offset + ahead_s * (earlier / weight - 1.0))
 
     def open_channel(
         self, slot: int, serial: int, generation: int, tenant: int, limits: tuple[int, int], expires_at: float
@@ -80,6 +80,7 @@ class DaemonPage:
         words[index + SERIAL] = serial
         words[index + GENERATION] = generation
         words[index + TENANT] = tenant
+        self._limits[slot] = limits
         words[index + REQUEST_LIMIT], words[index + BYTE_LIMIT] = limits
         self._reals[index + EXPIRES_AT] = expires_at
         words[index + STATE] = SLOT_OPEN
@@ -87,8 +88,9 @@ class DaemonPage:
     def raise_limits(self, slot: int, requests: int, nbytes: int, expires_at: float) -> None:
         """Raise the limits of an open channel by numbers of requests and bytes, and set a later expiry."""
         index, words = self._layout.channel(slot), self._words
-        words[index + REQUEST_LIMIT] += requests
-        words[index + BYTE_LIMIT] += nbytes
+        earlier_requests, earlier_bytes = self._limits[slot]
+        self._limits[slot] = limits = earlier_requests + requests, earlier_bytes + nbytes
+        words[index + REQUEST_LIMIT], words[index + BYTE_LIMIT] = limits
         self._reals[index + EXPIRES_AT] = expires_at
 
     def end_channel(self, slot: int) -> None:
@@ -98,3 +100,9 @@ class DaemonPage:
     def free_channel(self, slot: int) -> None:
         """Mark a slot as free. No worker holds the slot's channel."""
         self._words[self._layout.channel(slot) + STATE] = SLOT_FREE
+
+    def _set_tenant(self, slot: int, weight: float, offset: float) -> None:
+        self._tenants[slot] = weight, offset
+        index = self._layout.tenant(slot)
+        self._reals[index + WEIGHT] = weight
+        self._reals[index + OFFSET] = offset

@@ -20,6 +20,7 @@ from weightd_common.channels.messages import (
 )
 from weightd_common.stream import refuse_descriptors
 from weightd_daemon.channels.device import ChannelWorker, Device
+from weightd_daemon.channels.exclusions import MAX_HANDED_OVER, ChannelExclusions
 from weightd_daemon.channels.rows import NO_COUNTS
 from weightd_daemon.channels.sockets import (
     ChannelClients,
@@ -60,12 +61,8 @@ _EXTEND_BELOW_S = 7.0
 _IDLE_TIMEOUT_S = 60.0
 
 # Seconds that a request on a channel may run. Longer requests must pass through the daemon, which keeps a worker free
-# for short ones. After a longer one, the tenant or user has no channel of the model for some time.
+# for short ones.
 _MAX_RUN_S = 0.1
-_SLOW_RETENTION_S = 60.0
-
-# Maximum number of tenants and models with long requests. The oldest entry is dropped first.
-_MAX_SLOW = 1024
 
 # Requests and bytes that a client may send between two looks at the rows: more than any worker can take.
 _WINDOW_REQUESTS = 16_384
@@ -99,8 +96,7 @@ class ChannelService:
         self._on_used = on_used
         self._devices = self._sockets.devices
         self._device_of: dict[str, Device] = {}
-        # By principal and model: until when the principal has no channels, because a request ran long.
-        self._slow_until: dict[tuple[str, str], float] = {}
+        self._exclusions = ChannelExclusions()
         self._generations: dict[str, int] = {}
         # Serials start at the time in microseconds, so that no channel of an earlier daemon has the same one.
         self._first_serial = time.time_ns() // 1000
@@ -143,7 +139,7 @@ class ChannelService:
         if device is None:
             return None
         worker = device.workers[process]
-        loss = self._running(device, worker)
+        loss = self._running(device, worker, now)
         for channel in self._channels.values():
             self._count_workers(channel, (worker,))
         device.remove_worker(process, time.monotonic())
@@ -163,6 +159,13 @@ class ChannelService:
             device.table.on_report(process, Released(message.channel, message.reason))
         elif isinstance(message, wire.RequestHandedOver):
             packet = bytes(frames[0]) if frames else b""
+            channel, now = self._channels.get(message.channel), event_loop.now()
+            if channel is not None:
+                principal, model = channel.owner.origin.principal, channel.owner.model
+                if self._exclusions.count_handover(principal, model, now):
+                    self._exclude(
+                        principal, model, f"workers have handed over more than {MAX_HANDED_OVER} requests", now
+                    )
             device.table.on_report(process, HandedOver(message.channel, message.request, packet, ""))
         elif isinstance(message, wire.AnswerDropped):
             device.table.on_report(process, AnswerDropped(message.channel, message.request, has_run=True))
@@ -194,8 +197,7 @@ class ChannelService:
             FailedPrecondition: the model has no direct channels.
             ResourceExhausted: the client's user or the device has too many channels.
         """
-        if now < self._slow_until.get((owner.origin.principal, owner.model), 0.0):
-            raise FailedPrecondition(f"a request to {owner.model} ran longer than {_MAX_RUN_S:g} s on a direct channel")
+        self._exclusions.check(owner.origin.principal, owner.model, now)
         device, generation = self._find_generation(owner.model)
         users = Counter(each.owner.origin.principal for each in self._channels.values())
         if users[owner.origin.principal] >= MAX_USER_CHANNELS:
@@ -283,14 +285,22 @@ class ChannelService:
             channel.device.table.end(serial, event)
             self._sockets.execute()
 
-    def _running(self, device: Device, worker: ChannelWorker) -> DirectLoss | None:
+    def _running(self, device: Device, worker: ChannelWorker, now: float) -> DirectLoss | None:
         """Return the request that a worker runs; None if it runs none, or if its row is implausible."""
-        reader, now = device.reader(worker), time.monotonic()
-        since, current = reader.running_since(now), reader.last_request(self._channels)
+        reader, real = device.reader(worker), time.monotonic()
+        held = {
+            serial: each
+            for serial, each in self._channels.items()
+            if each.device is device and each.generation == worker.generation
+        }
+        since, current = reader.running_since(real), reader.last_request(held)
         if since is None or current is None:
             return None
-        owner = self._channels[current.channel].owner
-        return DirectLoss(owner.client, str(current.request), owner.origin, owner.tenant, max(0.0, now - since))
+        # The loop's clock stands still while the daemon is paused, the worker's does not.
+        if worker.seen_run != (current.request, since):
+            worker.seen_run, worker.seen_at = (current.request, since), now
+        owner = held[current.channel].owner
+        return DirectLoss(owner.client, str(current.request), owner.origin, owner.tenant, now - worker.seen_at)
 
     # --- timer --------------------------------------------------------------------------------------------------
 
@@ -300,9 +310,13 @@ class ChannelService:
             if not device.table.channels:
                 continue
             active = device.take_active()
-            device.table.inspect_rows([each.process for each in active], time.monotonic())
+            changed = {each.process: device.take_changed_slots(each) for each in active}
+            device.table.inspect_rows(changed, time.monotonic())
+            by_slot = {each.slot: self._channels[serial] for serial, each in device.table.channels.items()}
+            for worker in active:
+                for slot in changed[worker.process].intersection(by_slot):
+                    self._count_workers(by_slot[slot], (worker,))
             for serial in tuple(device.table.channels):
-                self._count_workers(self._channels[serial], active)
                 self._update(device, serial, now)
             self._sockets.execute()
             self._end_hung(device, active, now)
@@ -356,25 +370,24 @@ class ChannelService:
         usage.count_errors(DeadlineExceeded.code, counts.late - before.late)
         self._on_used(channel.owner.model, now)
 
-    def _on_slow(self, principal: str, model: str, now: float) -> None:
+    def _exclude(self, principal: str, model: str, reason: str, now: float) -> None:
         """End the open channels of a principal to a model; the daemon dispatches the requests that are queued in them.
 
         Workers still answer the queues of channels that were revoked before, for example because the daemon stops.
         """
-        self._slow_until.pop((principal, model), None)
-        self._slow_until[principal, model] = now + _SLOW_RETENTION_S
-        if len(self._slow_until) > _MAX_SLOW:
-            del self._slow_until[next(iter(self._slow_until))]
+        self._exclusions.exclude(principal, model, reason, now)
         for serial, channel in tuple(self._channels.items()):
             is_open = channel.device.table.channels[serial].machine.state is ChannelState.OPEN
-            if is_open and channel.owner.model == model and channel.owner.origin.principal == principal:
+            if is_open and (channel.owner.model, channel.owner.origin.principal) == (model, principal):
                 self._end(serial, ChannelEvent.RIGHTS_CHANGE)
 
     def _end_hung(self, device: Device, active: Sequence[ChannelWorker], now: float) -> None:
         for worker in active:
-            loss = self._running(device, worker)
+            loss = self._running(device, worker, now)
             if loss is not None and loss.ran_s > _MAX_RUN_S:
-                self._on_slow(loss.origin.principal, worker.info.model, now)
+                self._exclude(
+                    loss.origin.principal, worker.info.model, f"a request ran longer than {_MAX_RUN_S:g} s", now
+                )
             if worker.is_faulty or loss is None or loss.ran_s < worker.info.predict_timeout_s:
                 continue
             reason = f"a predict took longer than predict_timeout ({worker.info.predict_timeout_s:g} s)"

@@ -10,7 +10,7 @@ that the worker has sent. The row of a worker that has handed a request over doe
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -300,11 +300,16 @@ class ChannelTable:
         row.repair(self._tenant_slots, range(self._layout.channel_slots), now)
         return row
 
-    def inspect_rows(self, workers: Iterable[str], now: float) -> None:
-        """Read the rows of these workers, and replace the workers whose rows are implausible."""
-        for worker in workers:
+    def inspect_rows(self, changed: Mapping[str, Container[int]], now: float) -> None:
+        """Read the rows of workers, and replace the workers whose rows are implausible.
+
+        Args:
+            changed: the channel slots to read, by worker.
+            now: the time.
+        """
+        for worker, slots in changed.items():
             _, row = self._workers[worker]
-            self._inspect(row, [each for each in self.channels.values() if worker in each.workers], now)
+            self._inspect(row, [each for each in self.channels.values() if each.slot in slots], now)
             if not row.is_plausible:
                 self._actions.append(ReplaceWorker(worker))
 

@@ -9,18 +9,20 @@ from unittest import mock
 import pytest
 
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.channels import ChannelApi, with_tenant
+from weightd_daemon.api.channels import ChannelApi, adopt
 from weightd_daemon.channels.sockets import ChannelOwner
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.scheduling.request import ClientOrigin
-from weightd_daemon.tenants.tenant import PeerCredential, TenantResolver
-from weightd_daemon.tenants.usage import UsageTable
+from weightd_daemon.tenants.tenant import PeerCredential, Tenant, TenantResolver
+from weightd_daemon.tenants.usage import Usage, UsageTable
 from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import (
+    DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
     PermissionDenied,
+    RemoteProtocolError,
     RequestError,
     Unauthenticated,
     Unavailable,
@@ -37,16 +39,30 @@ def message_of(*frames: bytes) -> Message:
     return Message(frames, tuple(map(len, frames)))
 
 
-def test_request_gets_the_tenant_of_its_channel() -> None:
-    infer = Infer("1", DESCRIPTION, Parameters(timeout_us=5, tenant="another"))
-    found = with_tenant(message_of(*encode(infer), b"abc"), "t")
-    assert decode(found.frames, FROM_CHANNEL) == Infer("1", DESCRIPTION, Parameters(timeout_us=5, tenant="t"))
+def owner_of(named_tenant: str | None = None) -> ChannelOwner:
+    tenant = Tenant("t", TenantConfig())
+    return ChannelOwner(b"c", "1", "m", ClientOrigin("pid 7", "uid 1"), tenant, Usage(), named_tenant)
+
+
+def test_request_gets_the_tenant_and_the_time_that_is_left() -> None:
+    infer = Infer("1", DESCRIPTION, Parameters(timeout_us=10**9, tenant="another"))
+    found = adopt(message_of(*encode(infer), b"abc"), owner_of("t"), 7)
+    assert decode(found.frames, FROM_CHANNEL) == Infer("1", DESCRIPTION, Parameters(timeout_us=7, tenant="t"))
     assert (found.frames[2], found.lengths) == (b"abc", tuple(map(len, found.frames)))
 
 
-def test_message_that_is_no_request_stays() -> None:
-    message = message_of(*encode(ServerReady("1")))
-    assert with_tenant(message, "t") is message
+@pytest.mark.parametrize(
+    ("message", "left_us", "error"),
+    [
+        (ServerReady("1"), 7, RemoteProtocolError),
+        (Infer("1", RequestDescription("other", DESCRIPTION.inputs)), 7, InvalidArgument),
+        (Infer("1", DESCRIPTION), 0, DeadlineExceeded),
+    ],
+    ids=["another-type", "another-model", "late"],
+)
+def test_adopts_only_requests_to_the_model_in_time(message: Any, left_us: int, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        adopt(message_of(*encode(message), b"abc"), owner_of(), left_us)
 
 
 ANN, BOB = TenantConfig(user_ids=(1,), models=("m",)), TenantConfig(user_ids=(2,))

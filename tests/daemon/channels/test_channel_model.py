@@ -137,7 +137,7 @@ class ChannelMachine(RuleBasedStateMachine):
 
     @rule()
     def inspect_rows(self) -> None:
-        self.world.daemon.table.inspect_rows([*self.world.daemon.table._workers], self.world.now)
+        self.world.inspect_rows()
         self.world.daemon.run_actions()
 
     @rule(fuse=_FUSES, interrupt=_INTERRUPTS)

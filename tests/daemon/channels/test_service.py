@@ -28,6 +28,7 @@ from weightd_common.channels.pages import (
     STAGE_RUNNING,
     row_page,
 )
+from weightd_daemon.channels.exclusions import MAX_HANDED_OVER
 from weightd_daemon.channels.service import MAX_USER_CHANNELS, ChannelService
 from weightd_daemon.channels.sockets import ChannelOwner
 from weightd_daemon.channels.states import ChannelEvent
@@ -276,13 +277,44 @@ def test_long_request_ends_the_channels_of_its_user(peers: Peers) -> None:
     row.words[CURRENT_CHANNEL], row.words[CURRENT_REQUEST] = serial, 7
     row.reals[SINCE] = time.monotonic() - 1.0
     row.words[STAGE] = STAGE_RUNNING
+    # The daemon sees the request for the first time. It may have been paused since the request has started.
     peers.tick(1.0)
+    peers.tick(1.05)
+    assert not peers.taken(ReleaseChannel)
+    peers.tick(1.2)
     assert peers.taken(ReleaseChannel) == [ReleaseChannel(serial)]
     assert peers.packets == [b"queued"]
     with pytest.raises(FailedPrecondition, match="ran longer"):
         peers.open("2")
     peers.open("2", origin=ClientOrigin("process 2", "uid 2"))
     assert not peers.faults
+
+
+def test_worker_blames_no_client_of_another_model(peers: Peers) -> None:
+    peers.add_worker("w1", model="other")
+    serial = peers.open()
+    # The worker of the other model writes the channel into its row.
+    row = row_page(peers.pages, 1)
+    row.words[CURRENT_CHANNEL], row.words[CURRENT_REQUEST] = serial, 7
+    row.reals[SINCE] = time.monotonic()
+    row.words[STAGE] = STAGE_RUNNING
+    row.words[DEVICE_LAYOUT.row_channel(DEVICE_LAYOUT.channel_slots - 1) + REQUESTS] = 1000
+    row.words[DEVICE_LAYOUT.row_channel(DEVICE_LAYOUT.channel_slots - 1) + ANSWERED] = 1000
+    peers.tick(1.0)
+    peers.tick(9.0)
+    assert peers.service.remove_worker("other.1.w1", 9.0) is None
+    assert (peers.usage.requests, peers.taken(ReleaseChannel)) == (0, [])
+
+
+def test_many_handed_over_requests_end_the_channels_of_their_user(peers: Peers) -> None:
+    serial = peers.open()
+    peers.open("2", client=b"d")
+    for number in range(MAX_HANDED_OVER + 1):
+        assert not peers.taken(ReleaseChannel)
+        peers.service.on_report("m.1.w1", RequestHandedOver(serial, number), [b"packet"])
+    assert len(peers.taken(ReleaseChannel)) == 2
+    with pytest.raises(FailedPrecondition, match="handed over more than"):
+        peers.open("3")
 
 
 def test_all_channels_end_with_their_rights(peers: Peers) -> None:

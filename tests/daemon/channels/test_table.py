@@ -296,10 +296,10 @@ def test_a_worker_with_an_implausible_row_is_replaced(setting: Setting, index: i
     assert setting.slot(serial) == 1
     setting.table.take_actions()
     setting.set_request(serial, 4, STAGE_RUNNING)
-    setting.table.inspect_rows(["w"], NOW)
+    setting.table.inspect_rows({"w": range(LAYOUT.channel_slots)}, NOW)
     assert setting.table.take_actions() == []
     setting.row.reals[index] = float("nan")
-    setting.table.inspect_rows(["w"], NOW)
+    setting.table.inspect_rows({"w": range(LAYOUT.channel_slots)}, NOW)
     assert setting.table.take_actions() == [ReplaceWorker("w")]
     setting.table.on_worker_exit("w", NOW)
     assert setting.table.rows.readers[0].is_plausible

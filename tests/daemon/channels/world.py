@@ -786,11 +786,16 @@ class World:
                 self.check_outcome(name, request, outcome)
         self.check_accounts()
 
+    def inspect_rows(self) -> None:
+        """Let the daemon read the rows of all workers."""
+        table = self.daemon.table
+        table.inspect_rows(dict.fromkeys(table._workers, range(LAYOUT.channel_slots)), self.now)
+
     def turn(self) -> None:
         """Let each process do a little."""
         daemon = self.daemon
         self.notice_gone()
-        daemon.table.inspect_rows([*daemon.table._workers], self.now)
+        self.inspect_rows()
         daemon.look_at_queues()
         served = {worker.generation for worker in self.workers.values()}
         for generation in {channel.generation for channel in daemon.table.channels.values()} - served:
