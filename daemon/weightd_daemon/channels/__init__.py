@@ -74,7 +74,7 @@ Life of a request
    stores HANDING_OVER and sends the request to the daemon. The daemon notifies the client by `Adopted` and relays the
    request.
 5. Otherwise the worker stores the start and RUNNING, and runs the predict. A late request gets an error instead, and
-   does not run.
+   does not run. A request that does not run costs its tenant a small fixed time.
 6. If the shared weights have become invalid meanwhile, it exits without an answer. Otherwise it stores the measured
    cost and sends the answer. If the answer is too large for a packet, it hands the request over,
    which runs again. If the channel is full, it sends `AnswerDropped` to the daemon instead. It counts the end and

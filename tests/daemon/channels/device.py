@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from weightd_common.channels.messages import AddChannel
-from weightd_common.channels.pages import ANSWERED, Layout, Page
+from weightd_common.channels.pages import ANSWERED, LATE, Layout, Page
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
 from weightd_daemon.channels.table import ChannelTable
@@ -26,7 +26,10 @@ _TAKE_S = 20e-6  # a worker has read the request this long after it has chosen t
 
 
 class Source:
-    """A client that always has `in_flight` requests under way, from `begin` to `end`."""
+    """A client that always has `in_flight` requests under way, from `begin` to `end`.
+
+    If `is_late` is set, no worker runs the requests, because their deadlines have passed.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,8 @@ class Source:
         model: int = 0,
         begin: float = 0.0,
         end: float = FOREVER_S,
+        *,
+        is_late: bool = False,
     ) -> None:
         self.tenant = tenant
         self.in_flight = in_flight
@@ -43,6 +48,7 @@ class Source:
         self.model = model
         self.begin = begin
         self.end = end
+        self.is_late = is_late
         self.serial = 0
         self.queued: collections.deque[float] = collections.deque()
         self.waits: list[tuple[float, float]] = []  # the time of each answer, and how long the client waited for it
@@ -83,13 +89,17 @@ class SimulatedWorker:
         sent_at = source.queued.popleft()
         reason = self.session.on_request(channel, next(device.numbers), 1, device.now)
         assert not reason
-        self.session.run(device.now)
+        if not source.is_late:
+            self.session.run(device.now)
         device.at(device.now + source.cost_s, lambda: self.finish(channel, source, sent_at))
 
     def finish(self, channel: PulledChannel, source: Source, sent_at: float) -> None:
         device = self.device
-        self.session.on_result(channel, source.cost_s)
-        self.session.on_answered(channel, ANSWERED)
+        if source.is_late:
+            self.session.on_answered(channel, LATE)
+        else:
+            self.session.on_result(channel, source.cost_s)
+            self.session.on_answered(channel, ANSWERED)
         self.is_idle = True
         source.waits.append((device.now, device.now - sent_at))
         if device.now + _SEND_S < source.end:

@@ -12,6 +12,7 @@ from .device import Device, Source
 
 _MAX_ERROR = 0.02
 _PREDICT_S = 0.005
+_LATE_S = 0.0001  # a worker answers a late request in this time
 
 X, Y = 0, 1  # models
 A, B, C = 0, 1, 2  # tenants
@@ -76,6 +77,15 @@ def test_one_request_beside_a_flood_waits_one_predict(others: list[Source], work
     waits = device.waits(B)
     assert waits[len(waits) // 2] <= 2.1 * _PREDICT_S
     assert waits[len(waits) * 99 // 100] <= 3.1 * _PREDICT_S
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("clients", [1, 8])
+def test_requests_that_do_not_run_leave_other_tenants_their_share(clients: int, workers: int) -> None:
+    late = [Source(A, 64, _LATE_S, is_late=True) for _ in range(clients)]
+    device = Device([1, 1], [X] * workers, [*late, many(B)])
+    device.run(3.0)
+    assert device.seconds(B, 0.5, 3.0) >= 0.5 * 2.5 * workers
 
 
 def test_expected_costs_keep_one_tenant_from_taking_all_workers() -> None:

@@ -25,6 +25,7 @@ from weightd_common.channels.pages import (
     CURRENT_REQUEST,
     EXPIRES_AT,
     GENERATION,
+    LATE,
     OFFSET,
     REQUEST_LIMIT,
     REQUESTS,
@@ -110,6 +111,15 @@ def stages(worker: PagedWorker) -> List[int]:
     return [value for index, value in worker.stores if index == STAGE]
 
 
+def run_request(worker: PagedWorker, seconds: float) -> PulledChannel:
+    channel = worker.choose()
+    worker.session.on_request(channel, 5, 1, 1.0)
+    worker.session.run(2.0)
+    worker.session.on_result(channel, seconds)
+    worker.session.on_answered(channel, ANSWERED)
+    return channel
+
+
 def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> None:
     channel = worker.choose()
     assert worker.session.on_request(channel, 5, 40, 1.0) == ""
@@ -127,20 +137,30 @@ def test_stores_of_an_answered_request_keep_their_order(worker: PagedWorker) -> 
     assert worker.row.reals[channel.used_index + USED] == 0.25
 
 
-def test_only_a_request_that_runs_is_charged(worker: PagedWorker) -> None:
-    channel = worker.choose()
-    worker.session.on_request(channel, 5, 1, 1.0)
-    worker.session.run(2.0)
-    worker.session.on_result(channel, 3.0)
-    worker.session.on_answered(channel, ANSWERED)
-    used = worker.row.reals[channel.used_index + USED]
-    worker.session.on_nothing(worker.choose())
-    assert worker.row.reals[channel.used_index + USED] == used
-    worker.session.on_request(worker.choose(), 6, 1, 1.0)
-    assert worker.row.reals[channel.used_index + USED] == used + 3.0
-    worker.session.hand_over(channel, b"", "quarantined")
-    worker.session.on_handed_over(channel)
-    assert worker.row.reals[channel.used_index + USED] == used == 3.0
+@pytest.mark.parametrize("is_handed_over", [True, False], ids=["handed over", "late"])
+def test_a_request_that_does_not_run_has_a_fixed_cost(worker: PagedWorker, is_handed_over: bool) -> None:
+    used = LAYOUT.row_tenant(0) + USED
+    run_request(worker, 3.0)
+    for number in range(1, 4):
+        channel = worker.choose()
+        worker.session.on_request(channel, 6, 1, 1.0)
+        assert worker.row.reals[used] == pytest.approx(3.0 * 2 + 0.0002 * (number - 1))
+        if is_handed_over:
+            worker.session.hand_over(channel, b"", "quarantined")
+            worker.session.on_handed_over(channel)
+        else:
+            worker.session.on_answered(channel, LATE)
+        assert worker.row.reals[used] == pytest.approx(3.0 + 0.0002 * number)
+        worker.row.words[channel.row_index + REQUESTS] = 0
+
+
+def test_reading_no_request_costs_nothing(worker: PagedWorker) -> None:
+    channel = run_request(worker, 3.0)
+    worker.open(2, 22, tenant=1)
+    for _ in range(2):
+        worker.session.on_nothing(worker.choose())
+    assert worker.row.reals[channel.used_index + USED] == 3.0
+    assert worker.row.reals[LAYOUT.row_tenant(1) + USED] == 0.0
 
 
 def test_the_expected_cost_is_the_mean_of_measured_costs(worker: PagedWorker) -> None:

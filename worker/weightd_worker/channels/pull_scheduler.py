@@ -7,7 +7,8 @@ the workers have these seconds (`weightd_common.channels.pages`), so the workers
 
 When a worker chooses among channels, it charges the expected cost of the request at once, so that workers which choose
 at the same time see it. If only one channel is readable, it charges the cost when it has the request. When the request
-ends, the measured time replaces the expected cost. A tenant that was idle is raised to the virtual time of the model,
+ends, the measured time replaces the expected cost. If the model does not run the request, a small fixed cost replaces
+it. A tenant that was idle is raised to the virtual time of the model,
 at which the latest request of the model started: the tenant gets no credit for the past. Raising is idempotent. Each
 worker that raises a tenant stores a base, and only the greatest base of all workers counts. So two workers that raise a
 tenant at the same time raise it once.
@@ -66,6 +67,11 @@ _FINISH_INTERVAL_S = 0.01
 
 # Number of rows from which on one operation of numpy on all rows takes less time than a loop.
 _MIN_TABLE_ROWS = 32
+
+# Device seconds that a request costs its tenant although the model does not run it: the worker has read it, and has
+# answered it or handed it over. If such requests cost nothing, a tenant that sends only them would always be served
+# first.
+_REFUSED_S = 0.0002
 
 # Weight of the latest request in the exponentially weighted mean of a tenant's costs.
 _MEAN_WEIGHT = 0.2
@@ -173,15 +179,17 @@ class PullScheduler:
             self._charge(channel, self.virtual_time(channel), now, is_alone=True)
 
     def cancel(self, channel: PulledChannel) -> None:
-        """Take back the charge: no request runs."""
+        """Take back the charge: this worker has read no request."""
         if self._charged is not None:
             self._own[channel.used_index] = self._charged[1]
 
+    def settle_refused(self, channel: PulledChannel) -> None:
+        """Replace the charged expectation by the fixed cost of a request that the model does not run."""
+        self._settle(channel, _REFUSED_S)
+
     def settle(self, channel: PulledChannel, seconds: float) -> None:
         """Replace the charged expectation by the measured device seconds of the request."""
-        assert self._charged is not None  # noqa: S101 - the caller has called `charge`
-        rate, before = self._charged
-        self._own[channel.used_index] = before + seconds * rate
+        self._settle(channel, seconds)
         mean = self._costs.get(channel.tenant)
         self._costs[channel.tenant] = seconds if mean is None else mean + _MEAN_WEIGHT * (seconds - mean)
 
@@ -237,6 +245,11 @@ class PullScheduler:
         own[START] = time if time > model_time else model_time
         own[FINISH] = time + expected_s * rate
         self._charged = rate, before
+
+    def _settle(self, channel: PulledChannel, seconds: float) -> None:
+        assert self._charged is not None  # noqa: S101 - the caller has called `charge`
+        rate, before = self._charged
+        self._own[channel.used_index] = before + seconds * rate
 
     def _lowest(self, readable: Sequence[PulledChannel]) -> Tuple[Optional[PulledChannel], float, bool]:
         """Return the next channel, the virtual time of its tenant, and whether no other tenant has a channel."""

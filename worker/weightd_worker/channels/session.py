@@ -147,5 +147,5 @@ class ChannelSession:
             answer_bytes: the size of the answer of a model in bytes.
         """
         if not self._has_run:
-            self._scheduler.cancel(channel)
+            self._scheduler.settle_refused(channel)
         self._row.end_request(channel.row_index, outcome, answer_bytes)
