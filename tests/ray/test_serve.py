@@ -62,7 +62,7 @@ def test_http_requests(app: Nodes, questions: SampleRequests) -> None:
         ("/m/nothing", None, 404, b"no such path: /nothing"),
         ("/m/v2/models/a/infer", b"{}", 400, b"inputs"),
         ("/m/v2/models/a/infer", b"x" * (65 * 2**20), 413, b"max_body_bytes"),
-        ("/m/v2/repository/models/a/load", b"", 400, b"weightctl"),
+        ("/m/v2/repository/models/a/load", b"", 403, b"model_control"),
     ],
 )
 def test_http_errors_come_from_gateway(app: Nodes, path: str, body: bytes | None, status: int, text: bytes) -> None:
