@@ -6,11 +6,8 @@ import mmap
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from weightd_common import memfd
-from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, daemon_page, row_page
+from weightd_common.channels.pages import DEVICE_BYTES, DEVICE_LAYOUT, WORD_BYTES, daemon_page, row_page
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import Activity, RowReader
 from weightd_daemon.channels.table import ChannelTable
@@ -19,6 +16,10 @@ from weightd_daemon.tenants.tenant import Tenant
 from weightd_protocol import limits
 from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.messages.channels import SetChannelRows
+
+# Size of a channel's entry in a row, and of the block of entries that is compared at once.
+_ENTRY_BYTES = WORD_BYTES * (DEVICE_LAYOUT.row_channel(1) - DEVICE_LAYOUT.row_channel(0))
+_BLOCK_BYTES = 16 * _ENTRY_BYTES
 
 
 @dataclass(eq=False)
@@ -78,8 +79,9 @@ class Device:
         self._readers: list[RowReader] = []
         self._free_rows: list[int] = []
         self._last_activity: dict[str, Activity] = {}
-        # The counts of each row, an array of all channel slots and their words, and the counts that were seen.
-        self._counts: list[tuple[NDArray[np.uint64], NDArray[np.uint64]]] = []
+        # The memory of the channel entries of each row, and its content at the last look.
+        self._entries: list[memoryview] = []
+        self._seen_entries: list[bytes] = []
         self._tenants: dict[Tenant, int] = {}
 
     def add_worker(self, worker: ChannelWorker, now: float) -> bool:
@@ -90,9 +92,8 @@ class Device:
             worker.row = len(self._readers)
             page = row_page(self._memory, worker.row)
             self._readers.append(RowReader(DEVICE_LAYOUT, page, now))
-            first = DEVICE_LAYOUT.row_channel(0)
-            counts = np.asarray(page.words[first:]).reshape(DEVICE_LAYOUT.channel_slots, -1)
-            self._counts.append((counts, counts.copy()))
+            self._entries.append(page.words[DEVICE_LAYOUT.row_channel(0) :].cast("B"))
+            self._seen_entries.append(bytes(self._entries[-1]))
         else:
             return False
         self.workers[worker.process] = worker
@@ -121,10 +122,16 @@ class Device:
 
     def take_changed_slots(self, worker: ChannelWorker) -> set[int]:
         """Return the channel slots whose counts in a worker's row have changed since the last call."""
-        counts, seen = self._counts[worker.row]
-        changed = np.flatnonzero((counts != seen).any(axis=1))
-        seen[changed] = counts[changed]
-        return set(changed.tolist())
+        entries, before = bytes(self._entries[worker.row]), self._seen_entries[worker.row]
+        self._seen_entries[worker.row] = entries
+        # Compare several entries at once, because most of them are equal.
+        return {
+            at // _ENTRY_BYTES
+            for begin in range(0, len(entries), _BLOCK_BYTES)
+            if entries[begin : begin + _BLOCK_BYTES] != before[begin : begin + _BLOCK_BYTES]
+            for at in range(begin, min(begin + _BLOCK_BYTES, len(entries)), _ENTRY_BYTES)
+            if entries[at : at + _ENTRY_BYTES] != before[at : at + _ENTRY_BYTES]
+        }
 
     def rows_order(self, worker: ChannelWorker) -> SetChannelRows:
         """Return the order that tells a worker which rows are in use."""
