@@ -17,10 +17,11 @@ import zmq
 
 from weightd_common import zmq_io
 from weightd_common.stream import Stream
+from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import FROM_CHILD, ChildMessage, Forked, Reconnected
-from weightd_worker.connection import ChannelConnection, WorkerConnection
+from weightd_worker.connection import ChannelConnection, WorkerConnection, has_room
 
 LIMIT_MS = 20_000
 
@@ -423,3 +424,26 @@ def test_large_message_waits_for_reader(daemons: Daemons) -> None:
 def test_rejects_client_memory(daemons: Daemons) -> None:
     with pytest.raises(RemoteProtocolError, match="descriptors"):
         daemons.connection.take_descriptor()
+
+
+@pytest.mark.parametrize("buffer_bytes", [32 * 1024, 104 * 1024, 256 * 1024])
+@pytest.mark.parametrize("nbytes", [1, 5_000, 40_000, 131_000])
+def test_a_message_for_which_there_is_room_is_sent_as_a_whole(nbytes: int, buffer_bytes: int) -> None:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+    stream, frame = Stream(ours), bytes(nbytes)
+    assert has_room(stream, 10**6)
+    stream.send([b"x"])
+    count = 0
+    while has_room(stream, nbytes):
+        assert stream.send([frame])
+        count += 1
+    assert count > 0 or nbytes > buffer_bytes
+    if buffer_bytes == 256 * 1024:
+        for _ in range(limits.MAX_CHANNELS - 1):
+            assert stream.send([bytes(100)])
+    stream.send([bytes(10**6)])
+    theirs.recv(2**20)
+    assert not has_room(stream, 1)
+    stream.close()
+    theirs.close()

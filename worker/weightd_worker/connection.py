@@ -7,9 +7,12 @@ and a process with threads cannot be forked. A ZeroMQ context would also take pr
 
 from __future__ import annotations
 
+import array
+import fcntl
 import operator
 import select
 import socket
+import termios
 import time
 from typing import Any, List, Optional, Sequence, Set, Union
 
@@ -30,6 +33,11 @@ _RECONNECT_INTERVAL_MS = int(1000 * RECONNECT_INTERVAL_S)
 
 # Maximum number of descriptors that one poll returns: all direct channels of a device, and the few of the connection.
 _MAX_EVENTS = limits.MAX_CHANNELS + 8
+
+# Bytes of the kernel's send buffer that `has_room` leaves free: enough for a small message about each direct channel,
+# for which the kernel counts 768 bytes. At most a fraction of the buffer, whose size the system may limit.
+_RESERVED_BYTES = 768 * limits.MAX_CHANNELS
+_MAX_RESERVED_FRACTION = 0.375
 
 # Plain integers, because each use of pyzmq's own constants takes a microsecond.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
@@ -144,6 +152,10 @@ class WorkerConnection:
             self.send(frames)
         return True
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether `reply` can send a message of `nbytes` bytes on the channel now without waiting."""
+        return self._channel is not None and has_room(self._channel, nbytes)
+
     def _read_channel(self, messages: List[Frames]) -> None:
         channel = self._channel
         assert channel is not None  # noqa: S101 - its descriptor is in the epoll
@@ -243,6 +255,10 @@ class ChannelConnection:
 
     reply = send
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether `send` can send a message of `nbytes` bytes now without waiting."""
+        return self._channel is not None and has_room(self._channel, nbytes)
+
     def take_descriptor(self) -> int:
         """Remove and return the oldest received file descriptor. The caller must close it."""
         if self._channel is None or not self._channel.descriptors:
@@ -313,6 +329,23 @@ def send(channel: Stream, *messages: Frames) -> bool:
     except ConnectionError:
         return False
     return True
+
+
+def has_room(channel: Stream, nbytes: int) -> bool:
+    """Return whether the kernel accepts a message of `nbytes` bytes now as a whole, with room left for small messages.
+
+    If the daemon has read everything, the result is True even if the message is larger than the buffer.
+    """
+    if channel.unsent:
+        return False
+    unread = array.array("i", [0])
+    fcntl.ioctl(channel.fileno(), termios.TIOCOUTQ, unread)
+    if not unread[0]:
+        return True
+    capacity = channel.connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    reserved = min(_RESERVED_BYTES, int(_MAX_RESERVED_FRACTION * capacity))
+    # The kernel splits the message into parts of at least 32 KiB, and counts less than 8 KiB more for each.
+    return unread[0] + nbytes + 8192 * (2 + nbytes // 32768) + reserved <= capacity
 
 
 def _try_send(channel: Stream, messages: Sequence[Frames]) -> bool:

@@ -72,7 +72,7 @@ Life of a request
    time.
 4. If the request must not run (limits, expiry, end of the channel, unknown description, invalid packet), the worker
    stores HANDING_OVER and sends the request to the daemon. The daemon notifies the client by `Adopted` and relays the
-   request.
+   request. If the connection has no room for it, because the daemon does not read, the client gets an error instead.
 5. Otherwise the worker stores the start and RUNNING, and runs the predict. A late request gets an error instead, and
    does not run. A request that does not run costs its tenant a small fixed time.
 6. If the shared weights have become invalid meanwhile, it exits without an answer. Otherwise it stores the measured

@@ -98,6 +98,7 @@ class FakeConnection:
         self.watched: Set[int] = set()
         self.sent: List[Tuple[Any, List[bytes]]] = []
         self.has_daemon = True
+        self.is_full = False
 
     def take_descriptor(self) -> int:
         return self.descriptors.popleft()
@@ -107,6 +108,9 @@ class FakeConnection:
 
     def unwatch(self, descriptor: int) -> None:
         self.watched.remove(descriptor)
+
+    def has_room(self, nbytes: int) -> bool:
+        return not self.is_full
 
     def reply(self, *messages: Sequence[Any]) -> bool:
         for frames in messages:

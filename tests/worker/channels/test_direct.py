@@ -32,6 +32,7 @@ from weightd_common.channels.pages import (
     CURRENT_REQUEST,
     DEVICE_LAYOUT,
     EXPIRES_AT,
+    FAILED,
     GENERATION,
     INVALID,
     LATE,
@@ -354,15 +355,37 @@ def test_requests_are_answered_without_a_daemon(worker: Worker, client: Client) 
     assert client.answer()[0] == "7"
     error, _ = client.receive()
     assert (error.id, error.code) == ("8", "UNAVAILABLE")
+    assert error.error == "the daemon is restarting; the request has not run"
 
 
-def test_answer_too_large_without_a_daemon_is_an_error(worker: Worker, client: Client) -> None:
-    worker.connection.has_daemon = False
+def test_request_that_the_daemon_cannot_take_is_an_error(device: Device, worker: Worker, client: Client) -> None:
+    worker.connection.is_full = True
+    client.send(request(7, description=RequestDescription("m", DESCRIPTION.inputs, ("y",))))
+    client.send(request(8))
+    client.send(b"x")
+    worker.serve()
+    error, _ = client.receive()
+    assert (error.id, error.code) == ("7", "UNAVAILABLE")
+    assert error.error == "the daemon does not read the messages of its workers; the request has not run"
+    assert client.answer()[0] == "8"
+    assert not client.has_answer()
+    assert worker.sent == []
+    assert (device.count(ANSWERED), device.count(FAILED), device.count(RETURNED)) == (1, 2, 0)
+    assert device.row().words[STAGE] == STAGE_IDLE
+
+
+@pytest.mark.parametrize("has_daemon", [False, True], ids=["no daemon", "full"])
+def test_answer_too_large_is_an_error_if_the_daemon_cannot_take_the_request(
+    device: Device, worker: Worker, client: Client, has_daemon: bool
+) -> None:
+    worker.connection.has_daemon, worker.connection.is_full = has_daemon, has_daemon
     worker.output = np.zeros(limits.MAX_PACKET_BYTES // 4, np.float32)
     client.send(request(7))
     worker.serve()
     error, _ = client.receive()
     assert (error.id, error.code) == ("7", "UNAVAILABLE")
+    assert error.error.endswith("; the answer is too large for a direct channel")
+    assert (device.count(FAILED), device.count(RETURNED), device.row().words[STAGE]) == (1, 0, STAGE_IDLE)
 
 
 def test_next_daemon_hears_nothing_of_earlier_channels(device: Device, worker: Worker, client: Client) -> None:

@@ -32,6 +32,7 @@ from testkit.fakeengine import FakeEngine
 from weightd_common.channels.pages import (
     CURRENT_CHANNEL,
     CURRENT_REQUEST,
+    FAILED,
     REQUESTS,
     STAGE,
     STAGE_IDLE,
@@ -47,7 +48,7 @@ from weightd_protocol.messages.channels import (
     RequestHandedOver,
     SetChannelRows,
 )
-from weightd_protocol.messages.inference import RequestDescription
+from weightd_protocol.messages.inference import RequestDescription, TensorSpec
 from weightd_protocol.messages.worker import (
     FROM_CHILD,
     Hello,
@@ -284,6 +285,37 @@ def test_unknown_description_is_handed_to_the_daemon(daemon: Daemon) -> None:
     client = daemon.open()
     client.send(request(7, description=RequestDescription("m", DESCRIPTION.inputs, ("y",))))
     assert daemon.receive(RequestHandedOver) == RequestHandedOver(11, 7)
+
+
+def test_requests_are_answered_while_the_daemon_does_not_read(daemon: Daemon) -> None:
+    client, other = daemon.open(), daemon.open(1, 22)
+    serials = range(100, 250)
+    for serial in serials:
+        daemon.open(serial, serial)
+    unknown = RequestDescription("m", (TensorSpec("x", "FP32", (25_000,)),))
+    sent = 20
+    for number in range(1, sent + 1):
+        client.send(request(number, *[0.0] * 25_000, description=unknown))
+        other.send(request(number))
+        assert other.answer()[0] == str(number)
+    deadline = time.monotonic() + LIMIT_S
+    while daemon.device.ended() < sent:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    refused = daemon.device.count(FAILED)
+    assert 0 < refused < sent
+    for _ in range(refused):
+        error, _ = client.receive()
+        assert error.code == "UNAVAILABLE"
+    assert not client.has_answer()
+    # There is still room for small messages.
+    for serial in serials:
+        daemon.send(ReleaseChannel(serial))
+    other.send(request(100))
+    assert other.answer()[0] == "100"
+    for _ in range(sent - refused):
+        daemon.receive(RequestHandedOver)
+    assert [daemon.receive(ChannelReleased).channel for _ in serials] == [*serials]
 
 
 def test_failure_of_the_model_ends_the_process(daemon: Daemon) -> None:

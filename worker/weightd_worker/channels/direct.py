@@ -64,8 +64,8 @@ _NO_SPACE = frozenset([errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM])
 _UNSENDABLE = -1
 
 _LATE = DeadlineExceeded("was waiting on its direct channel at its deadline")
-_NO_DAEMON = Unavailable("the daemon is restarting; the request has not run")
-_TOO_LARGE = Unavailable("the daemon is restarting; the answer is too large for a direct channel")
+_NO_DAEMON = "the daemon is restarting"
+_BUSY_DAEMON = "the daemon does not read the messages of its workers"
 
 
 _log = logging.getLogger("weightd.worker")
@@ -292,7 +292,7 @@ class DirectChannels:
     def _on_reply(self, reply: Tuple[object, Sequence[Any]]) -> None:
         """Send the reply to the running request to the client."""
         seconds = monotonic() - self._started_at
-        channel, request_id, packet = self._running
+        channel, request_id, _ = self._running
         session, pulled = channel.session, channel.pulled
         if self._guard is not None and not self._guard.are_weights_valid():
             # The reply may be wrong. The row of the exiting process shows the request, so the client sends it again.
@@ -306,9 +306,7 @@ class DirectChannels:
             if outcome == ANSWERED:
                 session.on_answered(pulled, ANSWERED, len(answer))
                 return
-            if outcome == _UNSENDABLE:
-                self._on_too_large(channel, request_id, packet)
-            session.on_answered(pulled, RETURNED)
+            session.on_answered(pulled, self._on_too_large() if outcome == _UNSENDABLE else RETURNED)
             return
         outcome = INVALID if message.code == InvalidArgument.code else FAILED
         outcome = self._send(channel, self._writer.error(request_id, message.code, message.error), outcome)
@@ -333,11 +331,15 @@ class DirectChannels:
                 return RETURNED
         return outcome
 
-    def _on_too_large(self, channel: WorkerChannel, request_id: str, packet: bytes) -> None:
-        """The answer does not fit into a packet. The daemon runs the request again and sends the answer itself."""
+    def _on_too_large(self) -> int:
+        """The answer does not fit into a packet. The daemon runs the request again and sends the answer itself.
+
+        Return the outcome of the request.
+        """
+        channel, request_id, packet = self._running
         handed = channel.session.hand_over(channel.pulled, packet, "too large")
-        if not self._report(channel, RequestHandedOver(handed.channel, handed.request), packet):
-            self._send(channel, self._writer.refusal(request_id, _TOO_LARGE), FAILED)
+        consequence = "the answer is too large for a direct channel"
+        return self._return_request(channel, request_id, handed.request, packet, consequence)
 
     def _refuse_descriptors(self, channel: WorkerChannel, packet: bytes, ancillary: Any, now: float) -> None:
         """Hand over a packet that came with descriptors, which no client may send, and release the channel.
@@ -354,12 +356,30 @@ class DirectChannels:
         self._on_released(session.release(pulled.serial, messages.OVERDRAWN))
 
     def _hand_over(self, channel: WorkerChannel, request_id: str, number: int, packet: bytes, reason: str) -> None:
-        """Send a request that has not run to the daemon. Without a daemon that knows its client, it gets an error."""
+        """Send a request that has not run to the daemon."""
         session, pulled = channel.session, channel.pulled
         session.hand_over(pulled, packet, reason)
-        if not self._report(channel, RequestHandedOver(pulled.serial, number), packet) and request_id:
-            self._send(channel, self._writer.refusal(request_id, _NO_DAEMON), FAILED)
-        self._on_released(session.on_handed_over(pulled))
+        outcome = self._return_request(channel, request_id, number, packet, "the request has not run")
+        self._on_released(session.on_handed_over(pulled, outcome))
+
+    def _return_request(
+        self, channel: WorkerChannel, request_id: str, number: int, packet: bytes, consequence: str
+    ) -> int:
+        """Send a request to the daemon. Without a daemon that knows its client and has room for it, send an error.
+
+        A client decides how large its requests are and how many it sends, so the worker does not wait for the daemon.
+
+        Return the outcome of the request.
+        """
+        reason = _NO_DAEMON
+        if channel.session is self._session:
+            if not self._connection.has_room(len(packet)):
+                reason = _BUSY_DAEMON
+            elif self._report(channel, RequestHandedOver(channel.pulled.serial, number), packet):
+                return RETURNED
+        if not request_id:
+            return FAILED
+        return self._send(channel, self._writer.refusal(request_id, Unavailable(f"{reason}; {consequence}")), FAILED)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ The caller does the I/O. For each request it calls the methods of `ChannelSessio
     on_end             the queue has ended, or the message was empty
     on_request         returns "" if the request may run, else why it must not
       hand_over        the request must not run, or the caller refuses to run it: returns the message to the daemon
-      on_handed_over   the caller has sent that message
+      on_handed_over   the caller has sent that message, or an error because the daemon cannot take it
       run              the request runs from now on
       on_result        the predict has ended; the caller sends the answer without waiting
       drop_answer      the channel has no space for the answer: returns the message to the daemon
@@ -116,12 +116,12 @@ class ChannelSession:
         self._row.begin_handover()
         return HandedOver(channel.serial, self._request, payload, reason)
 
-    def on_handed_over(self, channel: PulledChannel) -> List[Released]:
-        """The caller has sent the whole message: the request belongs to the daemon.
+    def on_handed_over(self, channel: PulledChannel, outcome: int = RETURNED) -> List[Released]:
+        """The caller has sent the whole message: the request belongs to the daemon. Or it has sent an error instead.
 
         Return the release of the channel if `on_request` refused the request: it would refuse the next one as well.
         """
-        self.on_answered(channel, RETURNED)
+        self.on_answered(channel, outcome)
         return self.release(channel.serial, self._refusal) if self._refusal else []
 
     def run(self, now: float) -> None:
