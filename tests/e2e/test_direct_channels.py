@@ -93,6 +93,19 @@ def test_hung_request_ends_in_an_error(service: Service) -> None:
         assert (refused.code, "crashed or hung" in refused.error) == ("FAILED_PRECONDITION", True)
 
 
+def test_request_behind_a_hung_one_runs_on_the_next_worker(service: Service) -> None:
+    with (
+        ChannelClient(service.address, "patient", n=ints(1)) as hostile,
+        ChannelClient(service.address, "patient", n=ints(1)) as client,
+    ):
+        hung = hostile.send(n=ints(ENDLESS))
+        until(lambda: is_busy(worker_pid(service)), "the first one runs")
+        assert client.output(client.relay(n=ints(5))) == [5]
+        answer = hostile.answer(hung)
+        assert isinstance(answer, Error)
+        assert answer.code == "DEADLINE_EXCEEDED"
+
+
 def test_update_answers_queued_requests(service: Service, tmp_path: Path) -> None:
     with ChannelClient(service.address, "patient", n=ints(1)) as client, service.client() as operator:
         names = [client.send(n=ints(number)) for number in (SLOW, 2, 3)]

@@ -307,9 +307,10 @@ class ChannelService:
     def _tick(self, now: float) -> None:
         """Count requests, extend channels, end unused ones, and find requests that run long or hang."""
         for device in self._devices.values():
-            if not device.table.channels:
-                continue
             active = device.take_active()
+            if not device.table.channels:
+                _report_active(device, active, now)
+                continue
             changed = {each.process: device.take_changed_slots(each) for each in active}
             device.table.inspect_rows(changed, time.monotonic())
             by_slot = {each.slot: self._channels[serial] for serial, each in device.table.channels.items()}
@@ -320,6 +321,7 @@ class ChannelService:
                 self._update(device, serial, now)
             self._sockets.execute()
             self._end_hung(device, active, now)
+            _report_active(device, active, now)
         if self._channels:
             self.timer.set_no_later_than(now + _TICK_S)
 
@@ -394,3 +396,11 @@ class ChannelService:
             error = DeadlineExceeded(f"request {loss.request_id}: {reason}")
             self._clients().reply_error(loss.client, loss.request_id, error)
             worker.end(loss, reason, now)
+
+
+def _report_active(device: Device, active: Sequence[ChannelWorker], now: float) -> None:
+    """Tell the dispatchers which workers have taken requests, and for how long their requests have run."""
+    for worker in active:
+        real = time.monotonic()
+        since = device.reader(worker).running_since(real)
+        worker.info.on_active(worker.process, None if since is None else real - since, now)

@@ -225,9 +225,14 @@ class ProcessEvents:
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
+            # The end of a channel can dispatch the requests of its queue, which must not be blamed for this exit.
+            dispatcher.processes.retire(child)
             direct_loss = dispatcher.direct.remove_worker(child, now)
-            if direct_loss is not None and is_trusted and exit_cause.may_be_own_fault:
-                dispatcher.isolator.on_direct_loss(direct_loss, now)
+            if direct_loss is not None:
+                # The batches were waiting for this request.
+                dispatcher.processes.release(child)
+                if is_trusted and exit_cause.may_be_own_fault:
+                    dispatcher.isolator.on_direct_loss(direct_loss, now)
             dispatcher.results.on_exit(child, exit_cause, now)
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile(now)
@@ -307,6 +312,7 @@ class ProcessEvents:
 
     def _on_direct_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
         """End a process in which a request of a direct channel hangs, or that has written nonsense about channels."""
+        self._release_slots(process)
         if self._use.only_dispatcher is not None and loss is not None:
             self._use.only_dispatcher.isolator.on_direct_loss(loss, now)
         self.end_process(process, reason, now)

@@ -72,9 +72,11 @@ class BatchFormer:
         for slot in self._slots.accepting.values():
             if split is not None and slot.policy != split.policy:
                 continue
-            if not slot.batches:
+            if not slot.batches and slot.direct_s is None:
                 return slot
-            load = len(slot.batches) / slot.concurrency
+            if self._slots.is_blocked(slot):
+                continue
+            load = slot.load
             if load < min_load and slot.accepts(request.isolation, now) and self._can_queue_behind(slot, request, now):
                 least_loaded, min_load = slot, load
         return least_loaded

@@ -49,6 +49,8 @@ class DirectWorker(NamedTuple):
         on_fault: ends the process.
         on_ran: called with the name of the process, the number of requests that it has run since the last call, and
             the seconds that they took together.
+        on_active: called about every 0.1 s, while the process runs requests of channels, with the name of the process,
+            the seconds for which its request has run, and the time; then once with None instead of the seconds.
     """
 
     process: str
@@ -57,6 +59,7 @@ class DirectWorker(NamedTuple):
     predict_timeout_s: float
     on_fault: OnDirectFault
     on_ran: Callable[[str, int, float], object]
+    on_active: Callable[[str, float | None, float], object] = lambda process, seconds, now: None
 
 
 class DirectWorkers(Protocol):
@@ -119,12 +122,14 @@ class ModelDirect:
 
     Attributes:
         on_ran: see `DirectWorker`.
+        on_active: see `DirectWorker`.
         losses: the requests that were lost with their workers and may have crashed them, by client and id, the oldest
             first. The clients send them again, to the daemon.
     """
 
     def __init__(self, model: str, workers: DirectWorkers, config: ModelConfig) -> None:
         self.on_ran: Callable[[str, int, float], object] = lambda process, count, seconds: None
+        self.on_active: Callable[[str, float | None, float], object] = lambda process, seconds, now: None
         self.losses: dict[tuple[bytes, str], DirectLoss] = {}
         self._model = model
         self._workers = workers
@@ -135,7 +140,7 @@ class ModelDirect:
         is_alone = slot.lockstep is None and slot.concurrency == 1 and slot.policy == NO_BATCHING
         if is_alone and self._config.priority_levels == 1:
             timeout_s = self._config.predict_timeout
-            worker = DirectWorker(slot.name, self._model, slot.device, timeout_s, on_fault, self.on_ran)
+            worker = DirectWorker(slot.name, self._model, slot.device, timeout_s, on_fault, self.on_ran, self.on_active)
             self._workers.add_worker(worker, now)
 
     def retire_worker(self, process: str) -> None:

@@ -133,6 +133,8 @@ class Dispatcher:
         self.processes = SlotProcesses(
             self._scheduler, self.isolator, self.results, send_order, self.dispatch, self.direct.retire_worker
         )
+        self.direct.on_active = self.processes.on_direct_active
+        self._scheduler.running.runs_direct = self.direct.is_running
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
         # `_is_gathering`: whether dispatching is postponed so that more requests can join the batches. `_has_new`:

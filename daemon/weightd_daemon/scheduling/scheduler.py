@@ -21,7 +21,8 @@ from weightd_daemon.scheduling.measurements import BatchTimes
 from weightd_daemon.scheduling.queues import AnyQueue
 from weightd_daemon.scheduling.request import Isolation, Request, isolate
 from weightd_daemon.scheduling.request_queue import QueueLimits, RequestQueue, Turns
-from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
+from weightd_daemon.scheduling.running_batches import RunningBatches
+from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 

@@ -122,6 +122,10 @@ class SlotProcesses:
         if policy != NO_BATCHING:
             self._retire_direct(process)
 
+    def retire(self, process: str) -> None:
+        """Stop assigning batches to the slot of a process, because the process has exited or is being ended."""
+        self._slots.retire(process)
+
     def remove(self, process: str) -> None:
         """Stop assigning batches to the slot of a process, and stop watching all processes of the slot."""
         self._retire_direct(process)
@@ -148,6 +152,13 @@ class SlotProcesses:
     def release(self, process: str) -> None:
         """Remove the slot of a lost process and queue its batches again, because they did not cause the loss."""
         self._scheduler.release_slot(process)
+
+    def on_direct_active(self, process: str, seconds: float | None, now: float) -> None:
+        """Record for how long a process has run a request of a direct channel; see `DirectWorker.on_active`."""
+        slot = self._slots.slot_of(process)
+        if slot is not None:
+            self._scheduler.queue.put_back(self._scheduler.running.on_direct(slot, seconds, now))
+            self._dispatch(now)
 
     def of_slot(self, process: str) -> tuple[str, ...]:
         """Return all processes of the slot to which a process belongs. If one of them exits, the slot is lost."""

@@ -8,20 +8,21 @@ another is free. A slot whose processes run in lockstep gets one batch at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batching.policy import NO_BATCHING, BatchingPolicy
 from weightd_daemon.scheduling.lockstep import LockstepTracker
-from weightd_daemon.scheduling.measurements import BatchTimes, ExecutionCounters
-from weightd_daemon.scheduling.request import Isolation, Request
+from weightd_daemon.scheduling.request import Isolation
 from weightd_daemon.tenants.tenant import Tenant
 
 # Seconds below which a batch is quick. Only after quick batches does a slot get a batch in advance: a round trip takes
 # a fraction of a millisecond (a few with 8 MiB), which is less than a hundredth of the run time of longer batches.
 MAX_QUICK_S = 0.25
+
+# Seconds after which a request of a direct channel counts as long: batches then wait for another slot instead.
+MAX_DIRECT_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,8 @@ class Slot:
         support_processes: processes that receive no batches, but without which the slot is lost.
         model_index: the index of the model in a process that serves several models.
         idle_since: when the slot answered its last batch, in monotonic seconds.
+        direct_s: the seconds for which the process had run a request of a direct channel when the daemon last looked;
+            None if it ran none. Its batches wait until this request has ended.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Slot:
     support_processes: tuple[str, ...] = ()
     model_index: int = 0
     idle_since: float = 0.0
+    direct_s: float | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -71,7 +75,19 @@ class Slot:
 
     def count_long(self, now: float, long_s: float) -> int:
         """Return how many batches are expected to run long, or have already run for `long_s` seconds."""
+        if self.has_long_direct:
+            return 1
         return sum(batch.is_long or batch.started_at + long_s <= now for batch in self.batches.values())
+
+    @property
+    def has_long_direct(self) -> bool:
+        """Whether the process runs a long request of a direct channel."""
+        return self.direct_s is not None and self.direct_s > MAX_DIRECT_S
+
+    @property
+    def load(self) -> float:
+        """The number of batches, relative to the number that the slot runs at once."""
+        return (len(self.batches) + (self.direct_s is not None)) / self.concurrency
 
     @property
     def has_confined(self) -> bool:
@@ -97,7 +113,7 @@ class Slot:
         """Return whether the slot takes another batch of this isolation level, to run now or after the running ones."""
         if not self.batches:
             return True
-        if self.lockstep is not None:
+        if self.lockstep is not None or self.direct_s is not None:
             return False
         if isolation is not Isolation.BATCHABLE or any(
             batch.isolation is not Isolation.BATCHABLE for batch in self.batches.values()
@@ -132,6 +148,12 @@ class Slot:
         if self.batches:
             self._start_queued(now)
         return duration_s
+
+    def restart_clock(self, now: float) -> None:
+        """Let the time of the started batches begin now, because they wait for a request of a direct channel."""
+        for batch in self.batches.values():
+            if batch.has_started:
+                batch.started_at = now
 
     def on_lost(self) -> None:
         """Handle the loss of the slot's processes. The base class does nothing."""
@@ -249,16 +271,24 @@ class SlotPool:
     # --- free slots ---------------------------------------------------------------------------------------------
 
     def idle_slot(self) -> Slot | None:
-        """Return an accepting slot without a batch, or None."""
+        """Return an accepting slot that runs nothing, or None."""
         for slot in self.accepting.values():
-            if not slot.batches:
+            if not slot.batches and slot.direct_s is None:
                 return slot
         return None
 
+    def is_blocked(self, slot: Slot) -> bool:
+        """Return whether a batch would wait at this slot for a long request of a direct channel, and not at others."""
+        return slot.has_long_direct and not all(each.has_long_direct for each in self.accepting.values())
+
     def free_slots(self, now: float) -> list[Slot]:
         """Return the slots that would start a batch at once, the least loaded first."""
-        free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
-        return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
+        free = [
+            slot
+            for slot in self.accepting.values()
+            if slot.is_free and slot.accepts(Isolation.BATCHABLE, now) and not self.is_blocked(slot)
+        ]
+        return sorted(free, key=lambda slot: slot.load)
 
     def devices_with(self, policy: BatchingPolicy) -> list[str]:
         """Return the device of each accepting slot with this policy."""
@@ -268,181 +298,3 @@ class SlotPool:
 
     def _update_merging(self) -> None:
         self.merging = {name: slot for name, slot in self.accepting.items() if slot.policy.can_merge}
-
-
-_Execution = tuple[Slot, Batch, BatchItem, float, float]
-"""A batch that a slot has run to its end: the slot, the batch, the item whose answer completed the batch, the run time
-of the batch in seconds, and the time of that answer in monotonic seconds."""
-
-
-class RunningBatches:
-    """The batches at the slots of one model, both running and queued there.
-
-    Args:
-        slots: the slots of the model.
-        times: records the durations of batches.
-        predict_timeout: seconds after which a computing slot is considered to hang.
-        schedule_by: called with a new value of `next_check_at` that is sooner than the previous one.
-        counters: the counters of the model.
-        on_ran: called, while several tenants send requests, with the request of each batch that ran one whole request,
-            the seconds that the batch took, and the current time.
-
-    Attributes:
-        next_check_at: a time before which `take_overdue` has nothing to do.
-        execution_counters: counters of the batches that have run.
-    """
-
-    def __init__(
-        self,
-        slots: SlotPool,
-        times: BatchTimes,
-        predict_timeout: float,
-        schedule_by: Callable[[float], object],
-        counters: ModelCounters,
-        on_ran: Callable[[Request, float, float], object],
-    ) -> None:
-        self._slots = slots
-        self._times = times
-        self._predict_timeout = predict_timeout
-        self._schedule_by = schedule_by
-        self._counters = counters
-        self._on_ran = on_ran
-        self.next_check_at = float("inf")
-        self.execution_counters = ExecutionCounters()
-        self._recalled: list[tuple[Slot, int]] = []
-
-    def assign(self, slot: Slot, batch: Batch, now: float) -> None:
-        """Assign a batch to a slot; count the requests that no slot has received before as started."""
-        for item in batch.items.values():
-            request = item.request
-            if not request.has_started:
-                request.has_started = True
-                request.waited_s = now - request.arrived_at
-                request.tenant.quota.start_request(request.nbytes)
-                request.usage.add_queue_time(request.waited_s)
-        next_check_at = now + self._predict_timeout if slot.add_batch(batch, now) else slot.busy_since + MAX_QUICK_S
-        if next_check_at < self.next_check_at:
-            self.next_check_at = next_check_at
-            self._schedule_by(next_check_at)
-
-    def finish(self, process: str, number: int, now: float) -> BatchItem | None:
-        """Record the answer to an item; return the item, or None if its request does not await the answer any more."""
-        item, execution = self.take_answered(process, number, now)
-        if execution is not None:
-            self.record(execution)
-        return item
-
-    def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, _Execution | None]:
-        """Do the same as `finish`, but also return the execution of a completed batch, for the caller to `record`."""
-        slot = self._slots.slot_by_process.get(process)
-        batch = slot.batch_of(number) if slot is not None else None
-        if slot is None or batch is None:
-            return None, None
-        item, execution = batch.items.pop(number), None
-        if batch.items:
-            batch.answered_items += (item,)
-        else:
-            execution = slot, batch, item, slot.finish_batch(batch, now), now
-        is_awaited = not item.request.is_ended and (item.split is None or item.is_awaited)
-        return item if is_awaited else None, execution
-
-    def record(self, execution: _Execution) -> None:
-        """Count the execution of a batch in the usage of its tenants and in the counters of the model."""
-        slot, batch, last, seconds, ended_at = execution
-        if batch.charge is None and batch.item_count == 1 and not batch.is_time_recorded:
-            batch.is_time_recorded = True
-            last.request.usage.add_run(seconds, last.rows)
-        else:
-            batch.record_time(seconds, last)
-            self._report_ran(batch, last, seconds, ended_at)
-        self._times.add(slot.device, batch, seconds)
-        self.execution_counters.executions += 1
-        self._counters.compute.add(seconds)
-        if batch.batch_key is not None:
-            self.execution_counters.count_rows(batch.rows, slot.policy.padded_rows(batch.rows))
-            self._counters.rows.add(batch.rows)
-
-    def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """End the matching requests at slots; return each request once, with whether a slot is running any part of it.
-
-        A running batch cannot be stopped: it occupies its slot until the slot answers, and the answer is dropped.
-        """
-        return list(
-            self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
-        )
-
-    def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
-        """End these requests at slots; return the same as `end_matching`."""
-
-        def items_to_end(batch: Batch) -> list[BatchItem]:
-            return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
-
-        return self._end_items(items_to_end)
-
-    def take_overdue(self, now: float) -> Iterator[tuple[Slot, Batch | None, list[BatchItem]]]:
-        """Remove the slots in which a batch has exceeded `predict_timeout`; recall batches queued behind a long batch.
-
-        Yields:
-            The slot, the batch that exceeded the timeout (None if the slot stays), and the items to queue again.
-        """
-        if now < self.next_check_at:
-            return
-        for slot in list(self._slots):
-            if not slot.batches:
-                continue
-            if now >= slot.busy_since + self._predict_timeout:
-                longest = min(slot.batches.values(), key=lambda batch: batch.started_at)
-                del slot.batches[longest.number]
-                longest.record_time(now - longest.started_at)
-                for item in longest.items.values():
-                    self._report_ran(longest, item, now - longest.started_at, now)
-                yield slot, longest, self._slots.remove(slot)
-            elif now >= slot.busy_since + MAX_QUICK_S:
-                requeued = [
-                    item for batch in slot.queued_batches for item in self._recall_items(slot, batch, list(batch.items))
-                ]
-                yield slot, None, requeued
-        self.next_check_at = min(
-            (slot.busy_since + (MAX_QUICK_S if slot.queued_batches else self._predict_timeout) for slot in self._slots),
-            default=float("inf"),
-        )
-
-    def recall(self, select: Callable[[Batch], list[int]]) -> list[BatchItem]:
-        """Recall the selected items of batches that no slot has started; return the items that are still awaited."""
-        recalled: list[BatchItem] = []
-        for slot in self._slots:
-            for batch in slot.queued_batches:
-                recalled += self._recall_items(slot, batch, select(batch))
-        return recalled
-
-    def take_recalled(self) -> Sequence[tuple[Slot, int]]:
-        """Return the items recalled since the last call, as slots and item numbers, for notifying the slots."""
-        recalled, self._recalled = self._recalled, []
-        return recalled
-
-    def _report_ran(self, batch: Batch, item: BatchItem, seconds: float, now: float) -> None:
-        if batch.charge is not None and batch.item_count == 1 and item.split is None:
-            self._on_ran(item.request, seconds, now)
-
-    def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
-        """End the requests of the selected items; return each one with whether a slot is running any part of it."""
-        ended: dict[Request, bool] = {}
-        for slot in self._slots:
-            for batch in list(slot.batches.values()):
-                chosen_items = select(batch)
-                for item in chosen_items:
-                    ended[item.request] = ended.get(item.request, False) or batch.has_started
-                if chosen_items and not batch.has_started:
-                    self._recall_items(slot, batch, [item.number for item in chosen_items])
-        for request in ended:
-            request.is_ended = True
-        return ended
-
-    def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
-        """Remove items of a batch that the slot has not started; return the items that are still awaited."""
-        items = [batch.items.pop(number) for number in numbers]
-        self._recalled += [(slot, number) for number in numbers]
-        if not batch.items:
-            batch.record_time(0.0)
-            del slot.batches[batch.number]
-        return [item for item in items if item.is_awaited]

@@ -25,6 +25,7 @@ from weightd_common.channels.pages import (
     RETURNED,
     SINCE,
     STAGE,
+    STAGE_IDLE,
     STAGE_RUNNING,
     row_page,
 )
@@ -70,6 +71,7 @@ class Peers:
         self.used: list[str] = []
         self.faults: list[str] = []
         self.ran: list[tuple[str, int]] = []
+        self.active: list[tuple[str, int | None]] = []
         self.pages = memoryview(b"")
         self.usage = Usage()
         self.tenant = Tenant("t", TenantConfig())
@@ -105,9 +107,12 @@ class Peers:
     def _on_ran(self, process: str, count: int, seconds: float) -> None:
         self.ran.append((process, count))
 
+    def _on_active(self, process: str, seconds: float | None, now: float) -> None:
+        self.active.append((process, None if seconds is None else round(seconds)))
+
     def add_worker(self, name: str, model: str = "m", device: str = "cpu") -> None:
         self.service.add_worker(
-            DirectWorker(f"{model}.1.{name}", model, device, 5.0, self._on_fault, self._on_ran), 0.0
+            DirectWorker(f"{model}.1.{name}", model, device, 5.0, self._on_fault, self._on_ran, self._on_active), 0.0
         )
 
     def open(self, name: str = "1", client: bytes = b"c", origin: ClientOrigin = ANN, model: str = "m") -> int:
@@ -315,6 +320,25 @@ def test_many_handed_over_requests_end_the_channels_of_their_user(peers: Peers) 
     assert len(peers.taken(ReleaseChannel)) == 2
     with pytest.raises(FailedPrecondition, match="handed over more than"):
         peers.open("3")
+
+
+def test_running_requests_are_reported_at_each_tick(peers: Peers) -> None:
+    serial = peers.open()
+    peers.tick(0.1)
+    peers.active.clear()
+    row = row_page(peers.pages, 0)
+    row.words[CURRENT_CHANNEL], row.words[CURRENT_REQUEST] = serial, 7
+    row.reals[SINCE] = time.monotonic() - 3.0
+    row.words[STAGE] = STAGE_RUNNING
+    peers.tick(0.2)
+    peers.tick(0.3)
+    row.words[STAGE] = STAGE_IDLE
+    # The end of the request is also reported if the last channel has ended meanwhile.
+    peers.service.on_disconnect(b"c")
+    peers.service.on_report("m.1.w1", ChannelReleased(serial, ORDERED), ())
+    peers.tick(0.4)
+    peers.tick(0.5)
+    assert peers.active == [("m.1.w1", 3), ("m.1.w1", 3), ("m.1.w1", None)]
 
 
 def test_all_channels_end_with_their_rights(peers: Peers) -> None:

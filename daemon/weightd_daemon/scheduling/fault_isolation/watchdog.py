@@ -3,7 +3,7 @@
 The daemon considers a process hung in three cases, which it detects in different places:
 
 - it is idle and does not answer a ping or the self-test: `Watchdog.take_due`, in this module
-- it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
+- it computes for longer than `predict_timeout`: `RunningBatches.take_overdue`
 - it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
 
 `ProcessEvents.run_watchdog` ends a hung process. `Watchdog` does no I/O; its callers pass the time.
