@@ -80,6 +80,7 @@ class ChannelService:
     Attributes:
         timer: fires while there are channels.
         by_client: the serials of the channels of each client, by the key of its connection.
+        waiting_count: see `ChannelSockets.waiting_count`.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChannelService:
         self.timer = Timer(self._tick)
         self._sockets = ChannelSockets(send_order, clients, self._count)
         self._channels = self._sockets.channels
+        self.waiting_count = self._sockets.waiting_count
         self.by_client = self._sockets.by_client
         self._clients = clients
         self._on_used = on_used
@@ -180,7 +182,7 @@ class ChannelService:
 
     def has_work(self, model: str) -> bool:
         """Return whether requests to a model are queued in a channel, or run."""
-        if any(each.owner.model == model and queued_bytes(each.duplicate) for each in self._channels.values()):
+        if self.waiting_count(model):
             return True
         return any(
             worker.info.model == model and self.is_running(worker.process)

@@ -162,6 +162,10 @@ class ChannelSockets:
             if worker.has_pages:
                 self._send_order(worker.process, device.rows_order(worker), ())
 
+    def waiting_count(self, model: str) -> int:
+        """Return the number of channels of a model with requests that no worker has taken."""
+        return sum(each.owner.model == model and bool(queued_bytes(each.duplicate)) for each in self.channels.values())
+
     def execute(self) -> None:
         """Execute the actions of all tables, and the actions that follow from them."""
         if self._is_executing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,13 @@ from weightd_daemon.scheduling.batching.policy import NO_BATCHING
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.scheduling.slots import Slot
 from weightd_daemon.tenants.tenant import Tenant
+
+# Seconds after which `DirectUse` counts again, and seconds without a request after which it begins anew.
+_USE_WINDOW_S = 0.4
+_USE_GAP_S = 0.25
+
+# Share of a worker's time below which requests need no further worker.
+_MIN_USE = 0.2
 
 # Maximum number of lost requests that are remembered for a model. The oldest is dropped first.
 _MAX_LOSSES = 256
@@ -83,6 +91,10 @@ class DirectWorkers(Protocol):
         """Return whether requests to a model are queued in a channel, or run."""
         raise NotImplementedError
 
+    def waiting_count(self, model: str) -> int:
+        """Return the number of channels of a model with requests that no worker has taken."""
+        raise NotImplementedError
+
     def reclaim(self, model: str) -> None:
         """End all channels of a model; the daemon dispatches the requests that are queued in them."""
 
@@ -107,6 +119,10 @@ class NoDirectWorkers:
     def has_work(self, model: str) -> bool:
         """Return False."""
         return False
+
+    def waiting_count(self, model: str) -> int:
+        """Return 0."""
+        return 0
 
     def reclaim(self, model: str) -> None:
         """Do nothing."""
@@ -160,6 +176,11 @@ class ModelDirect:
         """Whether requests to the model are queued in a channel, or run."""
         return self._workers.has_work(self._model)
 
+    @property
+    def waiting_count(self) -> int:
+        """The number of channels with requests that no worker has taken."""
+        return self._workers.waiting_count(self._model)
+
     def reclaim(self) -> None:
         """End all channels of the model; the daemon dispatches the requests that are queued in them."""
         self._workers.reclaim(self._model)
@@ -169,3 +190,29 @@ class ModelDirect:
         self.losses[loss.client, loss.request_id] = loss
         if len(self.losses) > _MAX_LOSSES:
             del self.losses[next(iter(self.losses))]
+
+
+class DirectUse:
+    """Counts how many workers the requests of direct channels need.
+
+    All idle workers read the channels, so even one client, which waits for each answer, uses all of them in turn.
+    """
+
+    def __init__(self) -> None:
+        self._run_s = 0.0
+        self._since = self._seen_at = -math.inf
+
+    def add(self, run_s: float) -> None:
+        """Add the run time of requests."""
+        self._run_s += run_s
+
+    def take(self, now: float) -> int:
+        """Return how many workers have been needed, or 0 if this was counted recently. Called while requests run."""
+        if now > self._seen_at + _USE_GAP_S:
+            self._since, self._run_s = now, 0.0
+        self._seen_at = now
+        if now < self._since + _USE_WINDOW_S:
+            return 0
+        needed = math.ceil(self._run_s / (now - self._since) - _MIN_USE)
+        self._since, self._run_s = now, 0.0
+        return max(1, needed)

@@ -131,7 +131,13 @@ class Dispatcher:
         )
         self.direct.on_ran = self.results.on_direct_ran
         self.processes = SlotProcesses(
-            self._scheduler, self.isolator, self.results, send_order, self.dispatch, self.direct.retire_worker
+            self._scheduler,
+            self.isolator,
+            self.results,
+            send_order,
+            self.dispatch,
+            self.direct.retire_worker,
+            schedule_by=schedule_by,
         )
         self.direct.on_active = self.processes.on_direct_active
         self._scheduler.running.runs_direct = self.direct.is_running

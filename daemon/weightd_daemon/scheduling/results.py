@@ -14,6 +14,7 @@ from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batch import BatchItem, OutputBufferLeases
 from weightd_daemon.scheduling.batching.split import SplitRequest
+from weightd_daemon.scheduling.direct import DirectUse
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd_daemon.scheduling.measurements import LatencyWindow
@@ -66,6 +67,7 @@ class BatchResults:
 
     Attributes:
         latencies_by_process: the latencies of each process's answers.
+        direct_use: how many processes the requests of direct channels need.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class BatchResults:
         self._on_slot_free = on_slot_free
         self._dispatch = dispatch
         self.latencies_by_process: dict[str, LatencyWindow] = {}
+        self.direct_use = DirectUse()
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any], now: float) -> str:
         """Handle the result of a batch item."""
@@ -173,6 +176,7 @@ class BatchResults:
     def on_direct_ran(self, process: str, count: int, seconds: float) -> None:
         """Count requests of direct channels that a process has run. Their latency without the time in the channel."""
         mean_s = seconds / count
+        self.direct_use.add(seconds)
         if process in self.latencies_by_process:
             self.latencies_by_process[process].add(mean_s, count)
         self._replies.on_direct_ran(mean_s, count)

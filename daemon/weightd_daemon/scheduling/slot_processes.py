@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,9 +31,10 @@ class SlotProcesses:
         send_order: sends a ping.
         dispatch: called with the current time when a slot may take a batch.
         retire_direct: called with a process that may not read direct channels any more.
+        schedule_by: called with the time when requests in direct channels may require more workers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         scheduler: Scheduler,
         isolator: FaultIsolator,
@@ -40,15 +42,19 @@ class SlotProcesses:
         send_order: SendOrder,
         dispatch: Callable[[float], None],
         retire_direct: Callable[[str], object] = lambda _: None,
+        *,
+        schedule_by: Callable[[float], object] = lambda _: None,
     ) -> None:
         self._retire_direct = retire_direct
         self._scheduler = scheduler
         self._slots = scheduler.slots
         self._isolator = isolator
         self._watchdog = isolator.watchdog
+        self._direct_use = results.direct_use
         self._latencies = results.latencies_by_process
         self._send_order = send_order
         self._dispatch = dispatch
+        self._schedule_by = schedule_by
 
     # --- slots --------------------------------------------------------------------------------------------------
 
@@ -156,8 +162,13 @@ class SlotProcesses:
     def on_direct_active(self, process: str, seconds: float | None, now: float) -> None:
         """Record for how long a process has run a request of a direct channel; see `DirectWorker.on_active`."""
         slot = self._slots.slot_of(process)
+        # Which workers run the requests is chance, so the same ones count as used, and the others as idle.
+        for each in self.accepting[: self._direct_use.take(now)]:
+            each.idle_since = now
         if slot is not None:
             self._scheduler.queue.put_back(self._scheduler.running.on_direct(slot, seconds, now))
+            if self._scheduler.wait_limit_s < math.inf:
+                self._schedule_by(now)
             self._dispatch(now)
 
     def of_slot(self, process: str) -> tuple[str, ...]:

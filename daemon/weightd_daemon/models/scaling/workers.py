@@ -49,6 +49,7 @@ class ScaledWorkers:
     def __init__(self, name: str, config: ModelConfig, dispatcher: Dispatcher, deployments: DeploymentSet) -> None:
         self._name = name
         self._slots = dispatcher.processes
+        self._direct = dispatcher.direct
         self._deployments = deployments
         workers = config.workers
         self._bounds = workers if isinstance(workers, WorkerRange) and workers.min < workers.max else None
@@ -64,7 +65,7 @@ class ScaledWorkers:
             return
         target = self._target
         self._slots.set_wait_limit(scaling.wait_limit_s(target))
-        scaling.observe(target, self._slots.waiting_count, now)
+        scaling.observe(target, self._waiting_count, now)
 
     def tick(self, now: float) -> None:
         """Change the number of workers if the load requires it and the next check is due."""
@@ -75,7 +76,7 @@ class ScaledWorkers:
         slots = self._slots.accepting
         uses = [WorkerUse(each.name, each.device, None if each.batches else each.idle_since) for each in slots]
         target, has_surplus = self._target, self._has_surplus
-        wanted = scaling.decide(target, WorkerLoad(self._slots.waiting_count, uses, has_surplus), now)
+        wanted = scaling.decide(target, WorkerLoad(self._waiting_count, uses, has_surplus), now)
         if wanted != target:
             _log.info(
                 "model %s: %d workers on each device instead of %d: %s",
@@ -106,6 +107,16 @@ class ScaledWorkers:
         return WorkerNumber(target, self._bounds.min, self._bounds.max, self._scaling.reason)
 
     # --- private ------------------------------------------------------------------------------------------------
+
+    @property
+    def _waiting_count(self) -> int:
+        """The number of waiting requests; of each direct channel, one counts, and only while every worker is busy."""
+        in_channels = self._direct.waiting_count
+        if in_channels and not all(
+            each.batches or self._direct.is_running(each.name) for each in self._slots.accepting
+        ):
+            in_channels = 0
+        return self._slots.waiting_count + in_channels
 
     @property
     def _target(self) -> int:
