@@ -191,6 +191,19 @@ def test_a_description_whose_requests_do_not_run_leaves_the_channel(calls: Calls
     assert calls.usable == {b"e": channel}
 
 
+def test_adoptions_count_although_the_answers_have_arrived(calls: Calls) -> None:
+    channel = calls.open(max_requests=9)
+    calls.send(channel, "1", "2", "3")
+    for name, call in calls.sent.items():
+        call.description_frame = b"d"
+        calls.on_message(RequestAdopted(name, channel.id))
+        call.succeed(None)
+        del calls.tracked[name]
+    assert calls.apply_notices().calls == []
+    calls.answer(description=b"d")
+    assert calls.usable == {}
+
+
 def accepts(calls: Calls, channel: ClientChannel, nbytes: int, now: float = 0.0) -> bool:
     """Return whether a channel accepts a request; do not send it."""
     call = PendingCall("1", InferResponse)

@@ -160,6 +160,9 @@ class ChannelCalls:
             if channel is not None:
                 channel.set_limits(message)
         else:
+            if isinstance(message, RequestAdopted):
+                # The answer may arrive before the notices are applied.
+                self._count_adoption(message)
             self.notices.append(message)
 
     def add(self, message: ChannelOpened, end: Any) -> Optional[ClientChannel]:
@@ -204,7 +207,7 @@ class ChannelCalls:
     def stop_sending(self, channel: ClientChannel) -> None:
         """Send no more requests on a channel. Its answers are still read."""
         channel.is_writable = False
-        for description in channel.adoptions:
+        for description in list(channel.adoptions):
             self._stop_using(channel, description)
 
     # --- receiving --------------------------------------------------------------------------------------------------
@@ -231,7 +234,6 @@ class ChannelCalls:
                     lost.append(call)
                 else:
                     call.packet = None
-                    self._on_adopted(channel, call.description_frame)
         return LostCalls(lost, ended)
 
     def on_end(self, channel: ClientChannel) -> List[PendingCall]:
@@ -301,8 +303,13 @@ class ChannelCalls:
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _on_adopted(self, channel: ClientChannel, description: Optional[bytes]) -> None:
-        """The daemon runs a request of the channel itself. If that is the rule, the channel saves no time."""
+    def _count_adoption(self, message: RequestAdopted) -> None:
+        """The daemon runs a request of a channel itself. If that is the rule, the channel saves no time."""
+        channel = self.channels.get(message.channel)
+        call = self.tracked.get(message.id, _no_call)()
+        if channel is None or call is None or call.channel is not channel:
+            return
+        description = call.description_frame
         adoptions = channel.adoptions.get(description, 0) + 1
         channel.adoptions[description] = adoptions
         if adoptions >= _MAX_ADOPTIONS:
@@ -310,7 +317,7 @@ class ChannelCalls:
 
     def _stop_using(self, channel: ClientChannel, description: Optional[bytes]) -> None:
         if self.usable.get(description) is channel:
-            del self.usable[description]
+            self.usable.pop(description, None)
 
     def _end(self, channel: Optional[ClientChannel], ended: List[ClientChannel]) -> List[PendingCall]:
         """Add a channel to `ended`. Return the calls on it, which are on no channel any more."""
