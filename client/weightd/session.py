@@ -261,16 +261,25 @@ class ClientSession:
         with self.channels.lock:
             if not self.core.is_tracked(call):
                 return
-            connection = self.connection
-            self._is_sending = True
-            try:
-                if not connection.send(self.channels.take_frames(call)):
-                    connection.get_sent_target()
-                self._send_others(connection)
-            except OSError:
-                connection.mark_broken()
-            finally:
-                self._is_sending = False
+            frames = self.channels.take_frames(call)
+            if frames is None:
+                self.core.untrack(call)
+            else:
+                self._send_lost(frames)
+        if frames is None:
+            call.fail(DeadlineExceeded("request was lost on a direct channel, and its deadline has passed"))
+
+    def _send_lost(self, frames: List[Any]) -> None:
+        connection = self.connection
+        self._is_sending = True
+        try:
+            if not connection.send(frames):
+                connection.get_sent_target()
+            self._send_others(connection)
+        except OSError:
+            connection.mark_broken()
+        finally:
+            self._is_sending = False
 
     def cancel_on_channel(self, call: PendingCall) -> bool:
         """Cancel a call on a direct channel, and drop its answer. Return False if the call is on no channel."""

@@ -303,6 +303,20 @@ def test_a_lost_request_is_sent_to_the_daemon(client: Client, channels: FakeChan
     assert 8e6 < (message.parameters.timeout_us or 0) < 9e6
 
 
+def test_a_lost_request_is_not_sent_after_its_deadline(
+    client: Client, channels: FakeChannels, channel: FakeChannel
+) -> None:
+    pending = submit(client, timeout=0.05)
+    request = channel.take()
+    while time.monotonic() * 1e6 < request.deadline_us:
+        time.sleep(0.01)
+    channel.lose(request)
+    settle(client)
+    with pytest.raises(DeadlineExceeded, match="was lost on a direct channel, and its deadline has passed"):
+        pending.result()
+    assert channels.relayed == []
+
+
 def test_an_adopted_request_is_answered_by_the_daemon(
     client: Client, channels: FakeChannels, channel: FakeChannel, daemon: FakeDaemon
 ) -> None:

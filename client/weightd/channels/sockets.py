@@ -9,7 +9,7 @@ import socket
 import threading
 from dataclasses import replace
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Sequence, Type, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Sequence, Type, cast
 
 from weightd.channels.calls import ChannelCalls, ClientChannel
 from weightd_protocol import limits
@@ -96,11 +96,16 @@ class ChannelSockets:
             return False
         return True
 
-    def take_frames(self, call: PendingCall) -> List[Any]:
-        """Return the frames with which a call is sent again, to the daemon, with the rest of its timeout."""
+    def take_frames(self, call: PendingCall) -> Optional[List[Any]]:
+        """Return the frames with which a call is sent again, to the daemon, with the rest of its timeout.
+
+        Return None if its deadline has passed.
+        """
         packet, call.packet = call.packet or b"", None
         deadline_us, frames = split_request(packet)
-        timeout_us = max(1, deadline_us - int(monotonic() * 1e6))
+        timeout_us = deadline_us - int(monotonic() * 1e6)
+        if timeout_us <= 0:
+            return None
         return self._with_parameters(call, frames, Parameters(timeout_us, tenant=self._calls.requests.tenant))
 
     def _with_parameters(self, call: PendingCall, frames: List[Any], parameters: Parameters) -> List[Any]:
