@@ -53,6 +53,9 @@ MAX_USER_CHANNELS = 64
 # Seconds between two looks at the rows of the workers while there are channels.
 _TICK_S = 0.1
 
+# The same while no worker runs requests. The channels are extended in time.
+_IDLE_TICK_S = 1.0
+
 # Seconds for which a channel lives without the daemon, and the remaining seconds below which the daemon extends it.
 _LIFETIME_S = 10.0
 _EXTEND_BELOW_S = 7.0
@@ -308,6 +311,7 @@ class ChannelService:
 
     def _tick(self, now: float) -> None:
         """Count requests, extend channels, end unused ones, and find requests that run long or hang."""
+        is_active = False
         for device in self._devices.values():
             active = device.take_active()
             if not device.table.channels:
@@ -324,8 +328,9 @@ class ChannelService:
             self._sockets.execute()
             self._end_hung(device, active, now)
             _report_active(device, active, now)
+            is_active |= bool(active)
         if self._channels:
-            self.timer.set_no_later_than(now + _TICK_S)
+            self.timer.set_no_later_than(now + (_TICK_S if is_active else _IDLE_TICK_S))
 
     def _update(self, device: Device, serial: int, now: float) -> None:
         entry, channel = device.table.channels[serial], self._channels[serial]
