@@ -107,10 +107,11 @@ After `Lost`, the client sends the request again, to the daemon, even if it may 
 whether it has. If the request was running when the worker crashed, the daemon treats the second one as a second
 attempt, and runs it alone.
 
-In every line before RUNNING, credits may be lost for the client, never gained, and the expected cost stays charged. A
-row that is implausible says nothing: the daemon revokes all channels of the worker, and their requests without an
-answer may have run. A worker that has been taken over can write a plausible lie; it can harm the clients of the
-channels that it holds.
+In every line before RUNNING, credits may be lost for the client, never gained, and the expected cost may stay charged.
+A row that is implausible says nothing: the daemon revokes all channels of the worker, and their requests without an
+answer may have run. A worker with corrupted memory may write a plausible lie: it harms the clients of its generation's
+channels, and the shares of other tenants on the device. These rules limit stray writes, not attackers: a worker runs as
+the user of the daemon, so code of an attacker in a worker can do what the daemon can.
 
 Exit of the daemon: clients and workers go on until the channel expires. The next daemon has no duplicates.
 Each worker that connects to it calls `shutdown(SHUT_RD)` on its descriptors, answers the queue under the earlier page,
