@@ -142,8 +142,9 @@ def test_requests_beyond_the_limit_go_to_the_daemon(client: Client, channels: Fa
 
 
 def test_an_expired_channel_is_not_used(client: Client, channels: FakeChannels) -> None:
-    channels.lifetime_s = 0.0
     channel = channels.open(client, X)
+    channel.extend(100, lifetime_s=0.0)
+    settle(client)
     client.infer("m", X)
     assert len(channels.relayed) == 1
     channel.extend(100)
@@ -187,6 +188,20 @@ def test_a_channel_without_a_descriptor_counts_as_refused(
     )
     for _ in range(9):
         client.infer("m", X)
+    assert len(channels.relayed) == 9
+
+
+@pytest.mark.parametrize("lifetime_s", [-1000.0, -1.0, 100.0, 1000.0])
+def test_a_channel_of_another_clock_counts_as_refused(
+    client: Client, channels: FakeChannels, lifetime_s: float
+) -> None:
+    channels.lifetime_s = lifetime_s
+    for _ in range(9):
+        client.infer("m", X)
+    [channel] = channels.granted
+    assert client._core.channels.channels == {}  # pyright: ignore[reportPrivateUsage]
+    channel.end.settimeout(LIMIT_S)
+    assert channel.end.recv(1) == b""
     assert len(channels.relayed) == 9
 
 

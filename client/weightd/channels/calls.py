@@ -166,7 +166,13 @@ class ChannelCalls:
             self.notices.append(message)
 
     def add(self, message: ChannelOpened, end: Any) -> Optional[ClientChannel]:
-        """Return the new channel with its end. Return None if the client did not ask for it: close the end."""
+        """Return the new channel with its end. Return None if the client cannot use it: close the end.
+
+        The client did not ask for it, or its expiry is not plausible.
+        """
+        if not self.requests.is_plausible(message):
+            self.requests.on_refused(message.id)
+            return None
         model = self.requests.take_model(message.id)
         if model is None:
             return None

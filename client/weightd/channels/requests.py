@@ -16,6 +16,9 @@ from weightd_protocol.messages.channels import ChannelOpened, OpenChannel
 MAX_OPEN_CHANNELS = 64
 """Maximum number of channels of one client. The daemon allows a user no more of them on one device."""
 
+# A channel expires at most this number of seconds after the daemon has granted it.
+_MAX_LIFETIME_S = 60.0
+
 # The client asks after this number of answers, and not sooner than this number of seconds after a refusal or an end.
 _MIN_ANSWERS = 3
 _MIN_PAUSE_S = 5.0
@@ -128,6 +131,14 @@ class ChannelRequests:
     def take_model(self, request_id: str) -> Optional[str]:
         """Return the model of a message that has its response; None if the client has not sent it."""
         return self._unanswered.pop(request_id, None)
+
+    def is_plausible(self, message: ChannelOpened) -> bool:
+        """Return whether a new channel expires soon.
+
+        If not, the client and the daemon have different clocks: the client runs in a time namespace. Its deadlines mean
+        other times to the workers then, so it must not use the channel.
+        """
+        return 0 <= message.expires_us / 1e6 - self._clock() <= _MAX_LIFETIME_S
 
     def on_refused(self, request_id: str) -> bool:
         """Return whether the failed message was a request for a channel."""

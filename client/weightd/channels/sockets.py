@@ -116,7 +116,7 @@ class ChannelSockets:
     # --- the reader -------------------------------------------------------------------------------------------------
 
     def open(self, message: ChannelOpened, descriptor: int) -> None:
-        """Take the client's end of a new channel. Close it if the client has not asked for the channel."""
+        """Take the client's end of a new channel. Close it if the client cannot use the channel."""
         try:
             end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, descriptor)
         except OSError:

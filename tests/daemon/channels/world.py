@@ -56,7 +56,7 @@ LAYOUT = Layout(tenant_slots=3, channel_slots=5)
 MAX_ROWS = 9
 MAX_WORKERS = 4
 TENANTS = (0, 1, 2)
-LIFETIME_S = 100.0
+LIFETIME_S = 50.0
 NBYTES = 10
 PACKET = bytes(NBYTES)
 DESCRIPTION = b"all requests have this description"
@@ -492,10 +492,13 @@ class Client(Process):
 
     def close(self, channel: ClientChannel) -> None:
         """Close the client's end of a channel."""
-        if channel.end in self.pairs:
-            self.pairs.remove(channel.end)
-            self.world.pairs[channel.end].close_client()
-            self.world.wake(channel.end)
+        self.close_end(channel.end)
+
+    def close_end(self, serial: int) -> None:
+        if serial in self.pairs:
+            self.pairs.remove(serial)
+            self.world.pairs[serial].close_client()
+            self.world.wake(serial)
 
     def send_empty(self) -> None:
         channel = self.channel()
@@ -596,8 +599,12 @@ class Client(Process):
         model = f"model {serial}"
         self.requests._unanswered[str(serial)] = model
         channel = self.calls.add(ChannelOpened(str(serial), requests, nbytes, int(expires_at * 1e6)), serial)
-        assert channel is not None
-        self.calls.on_relayed_answer(model, DESCRIPTION)
+        if channel is None:
+            # It has expired before the client has read the notice.
+            assert self.world.now > expires_at - 1e-6
+            self.close_end(serial)
+        else:
+            self.calls.on_relayed_answer(model, DESCRIPTION)
 
 
 class World:

@@ -28,7 +28,7 @@ from weightd_protocol.messages.inference import Error, Infer
 from weightd_protocol.messages.types import ClientMessage
 from weightd_protocol.packets import split_request
 
-LIFETIME_S = 3600.0
+LIFETIME_S = 50.0
 
 
 class TakenRequest(NamedTuple):
