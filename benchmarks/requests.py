@@ -1,8 +1,8 @@
 """Requests of many kinds of clients to weightd and to mosec, in turn within one run.
 
-One request at a time, from 8 threads of one process, from 8 processes, and 8 in flight from one thread; small tensors,
-600 KB and 8 MB. `rival` compares the starts, the memory and the kills of the two servers. Both have the settings of
-`rival`.
+One request at a time, from 8 threads of one process, from 8 processes, and 8 in flight from one thread; over HTTP with
+binary tensors; small tensors, 600 KB and 8 MB. `rival` compares the starts, the memory and the kills of the two
+servers. Both have the settings of `rival`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ import dataclasses
 import functools
 import multiprocessing
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks import material
+from benchmarks.gateway import RawBinary
 from benchmarks.material import LARGEST, TINY, TINY_WIDTH, Arrays, Reference, Setup, UnavailableError
 from benchmarks.mosec_server import MosecClient, MosecServer
+from benchmarks.raw_http import RawHttp
 from benchmarks.report import Result, Target, percentile, progress, ratio, spread
 from benchmarks.rounds import Ask, Threads, seconds_of
+from testkit.gatewayprocess import GatewayProcess
 from testkit.plain import PlainProcess
 from testkit.service import Service
 from weightd import Client, Pending
@@ -49,6 +54,8 @@ class Requests(Result):
         threads_ratio: requests per second of 8 threads of one client process.
         processes_ratio: requests per second of 8 client processes.
         in_flight_ratio: requests per second of one thread with 8 requests in flight, against mosec with 8 threads.
+        http_p50_ratio: p50 of small requests over HTTP, with binary tensors, through weightd's gateway.
+        http_threads_ratio: requests per second over HTTP of 8 threads of one client process.
         p50_600k_ratio: p50 of requests with an input of 600 KB.
         p50_8m_ratio: the same with 8 MB.
         spreads: the quartiles, by the name of the ratio.
@@ -60,6 +67,8 @@ class Requests(Result):
     threads_ratio: float
     processes_ratio: float
     in_flight_ratio: float
+    http_p50_ratio: float
+    http_threads_ratio: float
     p50_600k_ratio: float
     p50_8m_ratio: float
     spreads: Mapping[str, tuple[float, float]]
@@ -73,6 +82,8 @@ class Requests(Result):
             Target("threads_ratio", 2.2 if is_one else 1.05, at_least=True),
             *([] if is_one else [Target("processes_ratio", 1.5, at_least=True)]),
             *([Target("in_flight_ratio", 2.0, at_least=True)] if is_one else []),
+            Target("http_p50_ratio", 1.3),
+            Target("http_threads_ratio", 1.0, at_least=True),
             Target("p50_600k_ratio", 0.3),
             Target("p50_8m_ratio", 0.3),
         ]
@@ -154,13 +165,15 @@ def run(setup: Setup) -> Requests:
         progress("one request at a time")
         found["p50_ratio"] = _latency(ours, theirs, inputs, reference, REQUESTS)
         progress("8 threads; 8 requests in flight")
-        threads: tuple[list[float], list[float]] = [], []
         in_flight: list[float] = []
-        for _ in range(ROUNDS):
-            threads[0].append(Threads(ours, inputs, SENDERS).requests_per_second(SECONDS, reference))
-            threads[1].append(Threads(theirs, inputs, SENDERS).requests_per_second(SECONDS, reference))
-            in_flight.append(_keep_in_flight(service.address, inputs, reference))
-        found["threads_ratio"], found["in_flight_ratio"] = threads, (in_flight, threads[1])
+        found["threads_ratio"] = _throughput(
+            ours,
+            theirs,
+            inputs,
+            reference,
+            lambda: in_flight.append(_keep_in_flight(service.address, inputs, reference)),
+        )
+        found["in_flight_ratio"] = in_flight, found["threads_ratio"][1]
         progress("8 processes")
         processes: tuple[list[float], list[float]] = [], []
         with Processes(ours, inputs, reference) as own, Processes(theirs, inputs, reference) as others:
@@ -168,6 +181,14 @@ def run(setup: Setup) -> Requests:
                 processes[0].append(own.requests_per_second(SECONDS))
                 processes[1].append(others.requests_per_second(SECONDS))
         found["processes_ratio"] = processes
+        progress("HTTP")
+        with (
+            tempfile.TemporaryDirectory(prefix="gateway-", dir="/tmp") as directory,
+            GatewayProcess(Path(directory), f"unix://{service.address}.unix") as gateway,
+        ):
+            http = functools.partial(_ask_gateway, gateway.port("http"), TINY)
+            found["http_p50_ratio"] = _latency(http, theirs, inputs, reference, REQUESTS)
+            found["http_threads_ratio"] = _throughput(http, theirs, inputs, reference)
     with _both(LARGEST, setup.workers) as (service, server):
         ours, theirs = _weightd(service, LARGEST), _mosec(server)
         for name, (nbytes, count) in SIZES.items():
@@ -216,6 +237,12 @@ def _mosec(server: MosecServer) -> Connect:
 
 
 @contextlib.contextmanager
+def _ask_gateway(port: int, model: str) -> Generator[Ask, None, None]:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        yield RawBinary(RawHttp(connection), model).infer
+
+
+@contextlib.contextmanager
 def _ask_mosec(port: int) -> Generator[Ask, None, None]:
     with socket.create_connection(("127.0.0.1", port)) as connection:
         yield MosecClient(connection).infer
@@ -231,6 +258,22 @@ def _latency(
             for found, ask in zip(medians, (ask_weightd, ask_mosec), strict=True):
                 found.append(1e6 * percentile(seconds_of(ask, inputs, count, reference.check), 50))
     return medians
+
+
+def _throughput(
+    ours: Connect,
+    theirs: Connect,
+    inputs: list[Arrays],
+    reference: Reference,
+    after_round: Callable[[], object] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Return the requests per second of 8 threads in each round, of weightd and of mosec."""
+    rates: tuple[list[float], list[float]] = [], []
+    for _ in range(ROUNDS):
+        for found, connect in zip(rates, (ours, theirs), strict=True):
+            found.append(Threads(connect, inputs, SENDERS).requests_per_second(SECONDS, reference))
+        after_round()
+    return rates
 
 
 def _keep_in_flight(address: str, inputs: Sequence[Arrays], reference: Reference) -> float:
