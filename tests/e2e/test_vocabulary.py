@@ -74,6 +74,7 @@ SESSIONS = (
     WORKER / "test_session.py",
     WORKER / "ranks" / "test_rank.py",
     WORKER / "channels" / "test_direct.py",
+    WORKER / "channels" / "test_weight_guard.py",
     WORKER.parent / "support/testkit/channels.py",
     WORKER.parent / "support/testkit/script.py",
 )

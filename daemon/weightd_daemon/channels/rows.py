@@ -60,14 +60,9 @@ class Counts(NamedTuple):
     returned: int
 
     @property
-    def run(self) -> int:
-        """The number of requests that have run, and have an answer or an error."""
-        return self.answered + self.invalid + self.failed
-
-    @property
     def ended(self) -> int:
         """The number of requests that have ended."""
-        return self.run + self.late + self.returned
+        return self.answered + self.invalid + self.failed + self.late + self.returned
 
 
 class Current(NamedTuple):

@@ -33,7 +33,7 @@ from weightd_daemon.channels.sockets import (
 from weightd_daemon.channels.states import ChannelEvent, ChannelState
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import Timer
-from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
+from weightd_daemon.scheduling.direct import DirectLoss, DirectRuns, DirectWorker
 from weightd_daemon.tenants.usage import Usage
 from weightd_protocol import limits
 from weightd_protocol.errors import (
@@ -144,7 +144,7 @@ class ChannelService:
         if device is None:
             return None
         worker = device.workers[process]
-        loss = self._running(device, worker, now)
+        running = self._running(device, worker, now)
         for channel in self._channels.values():
             self._count_workers(channel, (worker,))
         device.remove_worker(process, time.monotonic())
@@ -153,7 +153,7 @@ class ChannelService:
             device.table.end_generation(worker.generation, ChannelEvent.END_GENERATION)
         self._sockets.announce_rows(device)
         self._sockets.execute()
-        return loss
+        return None if running is None else running[1]
 
     def on_report(self, process: str, message: object, frames: Sequence[Any]) -> None:
         """Handle a message of a worker about a channel; `frames` has the packet of a request that is handed over."""
@@ -290,8 +290,8 @@ class ChannelService:
             channel.device.table.end(serial, event)
             self._sockets.execute()
 
-    def _running(self, device: Device, worker: ChannelWorker, now: float) -> DirectLoss | None:
-        """Return the request that a worker runs; None if it runs none, or if its row is implausible."""
+    def _running(self, device: Device, worker: ChannelWorker, now: float) -> tuple[OpenChannel, DirectLoss] | None:
+        """Return the request that a worker runs, and its channel; None if it runs none, or its row is implausible."""
         reader, real = device.reader(worker), time.monotonic()
         held = {
             serial: each
@@ -304,8 +304,10 @@ class ChannelService:
         # The loop's clock stands still while the daemon is paused, the worker's does not.
         if worker.seen_run != (current.request, since):
             worker.seen_run, worker.seen_at = (current.request, since), now
-        owner = held[current.channel].owner
-        return DirectLoss(owner.client, str(current.request), owner.origin, owner.tenant, now - worker.seen_at)
+        channel = held[current.channel]
+        owner = channel.owner
+        loss = DirectLoss(owner.client, str(current.request), owner.origin, owner.tenant, now - worker.seen_at)
+        return channel, loss
 
     # --- timer --------------------------------------------------------------------------------------------------
 
@@ -365,8 +367,9 @@ class ChannelService:
         channel.counted[worker.row] = counts
         channel.taken += counts.requests - before.requests
         channel.used_at = now = event_loop.now()
-        if counts.run > before.run:
-            worker.info.on_ran(worker.process, counts.run - before.run, counts.seconds - before.seconds)
+        failed = counts.invalid + counts.failed + counts.late - before.invalid - before.failed - before.late
+        runs = DirectRuns(counts.answered - before.answered, failed, counts.seconds - before.seconds)
+        worker.info.on_ran(worker.process, runs)
         usage = channel.owner.usage
         # The daemon counts a request that was returned to it, or was lost with its worker, when it receives it.
         usage.requests += counts.ended - counts.returned - before.ended + before.returned
@@ -392,15 +395,21 @@ class ChannelService:
 
     def _end_hung(self, device: Device, active: Sequence[ChannelWorker], now: float) -> None:
         for worker in active:
-            loss = self._running(device, worker, now)
-            if loss is not None and loss.ran_s > _MAX_RUN_S:
+            running = self._running(device, worker, now)
+            if running is None:
+                continue
+            channel, loss = running
+            if loss.ran_s > _MAX_RUN_S:
                 self._exclude(
                     loss.origin.principal, worker.info.model, f"a request ran longer than {_MAX_RUN_S:g} s", now
                 )
-            if worker.is_faulty or loss is None or loss.ran_s < worker.info.predict_timeout_s:
+            if worker.is_faulty or loss.ran_s < worker.info.predict_timeout_s:
                 continue
             reason = f"a predict took longer than predict_timeout ({worker.info.predict_timeout_s:g} s)"
             error = DeadlineExceeded(f"request {loss.request_id}: {reason}")
+            # The row does not count this request, because the worker does not end it.
+            channel.owner.usage.count_refused(error, requests=1)
+            worker.info.on_ran(worker.process, DirectRuns(answered=0, failed=1, seconds=0.0))
             self._clients().reply_error(loss.client, loss.request_id, error)
             worker.end(loss, reason, now)
 

@@ -46,6 +46,20 @@ OnDirectFault = Callable[[str, DirectLoss | None, str, float], object]
 """
 
 
+class DirectRuns(NamedTuple):
+    """Requests of direct channels that have ended at a worker.
+
+    Attributes:
+        answered: the number of requests that the model has answered.
+        failed: the number of requests that ended in another way.
+        seconds: the seconds for which the model ran.
+    """
+
+    answered: int
+    failed: int
+    seconds: float
+
+
 class DirectWorker(NamedTuple):
     """A worker that can read direct channels.
 
@@ -55,8 +69,7 @@ class DirectWorker(NamedTuple):
         device: the name of the device.
         predict_timeout_s: seconds after which a predict counts as hung.
         on_fault: ends the process.
-        on_ran: called with the name of the process, the number of requests that it has run since the last call, and
-            the seconds that they took together.
+        on_ran: called with the name of the process and the requests that have ended since the last call.
         on_active: called about every 0.1 s, while the process runs requests of channels, with the name of the process,
             the seconds for which its request has run, and the time; then once with None instead of the seconds.
     """
@@ -66,7 +79,7 @@ class DirectWorker(NamedTuple):
     device: str
     predict_timeout_s: float
     on_fault: OnDirectFault
-    on_ran: Callable[[str, int, float], object]
+    on_ran: Callable[[str, DirectRuns], object]
     on_active: Callable[[str, float | None, float], object] = lambda process, seconds, now: None
 
 
@@ -144,7 +157,7 @@ class ModelDirect:
     """
 
     def __init__(self, model: str, workers: DirectWorkers, config: ModelConfig) -> None:
-        self.on_ran: Callable[[str, int, float], object] = lambda process, count, seconds: None
+        self.on_ran: Callable[[str, DirectRuns], object] = lambda process, runs: None
         self.on_active: Callable[[str, float | None, float], object] = lambda process, seconds, now: None
         self.losses: dict[tuple[bytes, str], DirectLoss] = {}
         self._model = model

@@ -14,7 +14,7 @@ from weightd_daemon.counters import ModelCounters
 from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_daemon.scheduling.batch import BatchItem, OutputBufferLeases
 from weightd_daemon.scheduling.batching.split import SplitRequest
-from weightd_daemon.scheduling.direct import DirectUse
+from weightd_daemon.scheduling.direct import DirectRuns, DirectUse
 from weightd_daemon.scheduling.fault_isolation.isolator import FaultIsolator
 from weightd_daemon.scheduling.lockstep import InferenceResult, LockstepTracker, Outcome, OutOfStep, Rejected
 from weightd_daemon.scheduling.measurements import LatencyWindow
@@ -173,14 +173,16 @@ class BatchResults:
         self._watchdog.remove(process)
         self.latencies_by_process.pop(process, None)
 
-    def on_direct_ran(self, process: str, count: int, seconds: float) -> None:
-        """Count requests of direct channels that a process has run. Their latency without the time in the channel."""
-        mean_s = seconds / count
-        self.direct_use.add(seconds)
-        if process in self.latencies_by_process:
-            self.latencies_by_process[process].add(mean_s, count)
-        self._replies.on_direct_ran(mean_s, count)
-        self._running.execution_counters.executions += count
+    def on_direct_ran(self, process: str, runs: DirectRuns) -> None:
+        """Count requests of direct channels. Their latency is the mean run time, without the time in the channel."""
+        self.direct_use.add(runs.seconds)
+        if runs.answered:
+            mean_s = runs.seconds / runs.answered
+            if process in self.latencies_by_process:
+                self.latencies_by_process[process].add(mean_s, runs.answered)
+            self._replies.on_direct_answered(mean_s, runs.answered)
+        self._replies.failed_count += runs.failed
+        self._running.execution_counters.executions += runs.answered
 
     def has_answered(self, process: str) -> bool:
         """Return whether the process has answered any request."""
@@ -298,8 +300,8 @@ class Replies:
         self._counters.requests.add(latency)
         return latency
 
-    def on_direct_ran(self, mean_s: float, count: int) -> None:
-        """Count requests of direct channels, each with the mean of their run times."""
+    def on_direct_answered(self, mean_s: float, count: int) -> None:
+        """Count answered requests of direct channels, each with the mean of their run times."""
         self.latencies.add(mean_s, count)
         for histogram in (self._counters.requests, self._counters.compute):
             histogram.add(mean_s, count)

@@ -34,7 +34,7 @@ from weightd_daemon.channels.service import MAX_USER_CHANNELS, ChannelService
 from weightd_daemon.channels.sockets import ChannelOwner
 from weightd_daemon.channels.states import ChannelEvent
 from weightd_daemon.config.tenants import TenantConfig
-from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker
+from weightd_daemon.scheduling.direct import DirectLoss, DirectRuns, DirectWorker
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import Tenant
 from weightd_daemon.tenants.usage import Usage
@@ -70,7 +70,7 @@ class Peers:
         self.client_ends: dict[str, socket.socket] = {}
         self.used: list[str] = []
         self.faults: list[str] = []
-        self.ran: list[tuple[str, int]] = []
+        self.ran: list[tuple[str, DirectRuns]] = []
         self.active: list[tuple[str, int | None]] = []
         self.pages = memoryview(b"")
         self.usage = Usage()
@@ -104,8 +104,8 @@ class Peers:
     def _on_fault(self, process: str, loss: DirectLoss | None, reason: str, now: float) -> None:
         self.faults.append(process)
 
-    def _on_ran(self, process: str, count: int, seconds: float) -> None:
-        self.ran.append((process, count))
+    def _on_ran(self, process: str, runs: DirectRuns) -> None:
+        self.ran.append((process, runs))
 
     def _on_active(self, process: str, seconds: float | None, now: float) -> None:
         self.active.append((process, None if seconds is None else round(seconds)))
@@ -262,7 +262,7 @@ def test_last_requests_of_a_channel_are_counted_by_outcome(peers: Peers) -> None
     usage = peers.usage
     assert (usage.requests, usage.served, usage.bytes_out) == (9, 5, 50)
     assert usage.refused == {"INVALID_ARGUMENT": 2, "INTERNAL": 1, "DEADLINE_EXCEEDED": 1}
-    assert peers.ran == [("m.1.w1", 8)]
+    assert peers.ran == [("m.1.w1", DirectRuns(answered=5, failed=4, seconds=0.0))]
 
 
 def test_unused_channel_ends(peers: Peers) -> None:
@@ -293,6 +293,22 @@ def test_long_request_ends_the_channels_of_its_user(peers: Peers) -> None:
         peers.open("2")
     peers.open("2", origin=ClientOrigin("process 2", "uid 2"))
     assert not peers.faults
+
+
+def test_hung_request_fails_and_is_counted(peers: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[tuple[bytes, str, str]] = []
+    monkeypatch.setattr(peers, "reply_error", lambda client, name, error: errors.append((client, name, error.code)))
+    serial = peers.open()
+    row = row_page(peers.pages, 0)
+    row.words[CURRENT_CHANNEL], row.words[CURRENT_REQUEST] = serial, 7
+    row.reals[SINCE] = time.monotonic()
+    row.words[STAGE] = STAGE_RUNNING
+    for now in (1.0, 5.9, 6.0):
+        assert not errors
+        peers.tick(now)
+    assert (errors, peers.faults) == ([(b"c", "7", "DEADLINE_EXCEEDED")], ["m.1.w1"])
+    assert (peers.usage.requests, peers.usage.refused) == (1, {"DEADLINE_EXCEEDED": 1})
+    assert peers.ran == [("m.1.w1", DirectRuns(answered=0, failed=1, seconds=0.0))]
 
 
 def test_worker_blames_no_client_of_another_model(peers: Peers) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from weightd_daemon.config.workers import WorkerRange
 from weightd_daemon.models.scaling.policy import WAIT_S
-from weightd_daemon.scheduling.direct import DirectLoss, DirectWorker, NoDirectWorkers
+from weightd_daemon.scheduling.direct import DirectLoss, DirectRuns, DirectWorker, NoDirectWorkers
 from weightd_daemon.scheduling.dispatcher import SharedScheduling
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_daemon.tenants.tenant import DEFAULT_TENANT
@@ -118,7 +118,7 @@ def test_workers_that_channels_need_are_not_idle(run_s: float, stopped: list[str
     channels.waiting = 0
     for tick in range(100):
         worker = channels.workers[(W1, W2)[tick % 2]]
-        worker.on_ran(worker.process, 2, run_s)
+        worker.on_ran(worker.process, DirectRuns(2, 0, run_s))
         worker.on_active(worker.process, None, harness.now)
         harness.advance(0.1)
     assert [name for name, _ in harness.host.orders_of(Stop)] == stopped
