@@ -8,13 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-# The reasons for which a worker releases a channel.
-ENDED = "ended"  # the worker has read the channel to its end
-ORDERED = "ordered"  # the daemon has ended the channel
-EXPIRED = "expired"  # the channel has expired
-OVERDRAWN = "overdrawn"  # the client has sent more requests or bytes than it had credits for
-FOREIGN = "foreign"  # the slot belongs to another channel or generation
-
 
 class Granted(NamedTuple):
     """daemon → client, with the client's end of the channel: the client may send requests.

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weightd_common.channels.messages import (
-    ORDERED,
     AddChannel,
     Adopted,
     Ended,
@@ -39,6 +38,7 @@ from weightd_daemon.channels.states import (
     ChannelMachine,
     ChannelState,
 )
+from weightd_protocol.messages.channels import ORDERED
 
 
 class Notify(NamedTuple):

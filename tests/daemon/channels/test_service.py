@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from weightd_common.channels.messages import ORDERED
 from weightd_common.channels.pages import (
     ANSWER_BYTES,
     ANSWERED,
@@ -41,6 +40,7 @@ from weightd_daemon.tenants.usage import Usage
 from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition, RequestError, ResourceExhausted
 from weightd_protocol.messages.channels import (
+    ORDERED,
     AddChannel,
     AllowRequests,
     ChannelEnded,

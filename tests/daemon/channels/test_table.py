@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from weightd_common.channels.messages import (
-    ORDERED,
     AddChannel,
     Adopted,
     AnswerDropped,
@@ -54,6 +53,7 @@ from weightd_daemon.channels.table import (
     ReplaceWorker,
     ShutDown,
 )
+from weightd_protocol.messages.channels import ORDERED
 
 from .kernel import new_page
 

@@ -14,17 +14,7 @@ from typing import Any, NamedTuple
 from weightd.channels.calls import ChannelCalls, ClientChannel
 from weightd.channels.requests import ChannelRequests
 from weightd.pending import PendingCall
-from weightd_common.channels.messages import (
-    OVERDRAWN,
-    AddChannel,
-    Adopted,
-    Ended,
-    Granted,
-    Lost,
-    Notice,
-    Refilled,
-    Released,
-)
+from weightd_common.channels.messages import AddChannel, Adopted, Ended, Granted, Lost, Notice, Refilled, Released
 from weightd_common.channels.pages import ANSWERED, BYTES, OUTCOMES, REQUEST_LIMIT, REQUESTS, WORD_BYTES, Layout
 from weightd_daemon.channels.page import DaemonPage
 from weightd_daemon.channels.rows import RowReader
@@ -40,6 +30,7 @@ from weightd_daemon.channels.table import (
     ShutDown,
 )
 from weightd_protocol.messages.channels import (
+    OVERDRAWN,
     ChannelEnded,
     ChannelExtended,
     ChannelOpened,

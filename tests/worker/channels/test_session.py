@@ -6,17 +6,7 @@ from typing import Any, List, Tuple
 
 import pytest
 
-from weightd_common.channels.messages import (
-    ENDED,
-    EXPIRED,
-    FOREIGN,
-    ORDERED,
-    OVERDRAWN,
-    AddChannel,
-    AnswerDropped,
-    HandedOver,
-    Released,
-)
+from weightd_common.channels.messages import AddChannel, AnswerDropped, HandedOver, Released
 from weightd_common.channels.pages import (
     ANSWERED,
     BYTE_LIMIT,
@@ -47,6 +37,7 @@ from weightd_common.channels.pages import (
     Page,
     page_over,
 )
+from weightd_protocol.messages.channels import ENDED, EXPIRED, FOREIGN, ORDERED, OVERDRAWN
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.session import ChannelSession
 

@@ -24,6 +24,7 @@ from weightd_protocol.codec import encode
 from weightd_protocol.description_cache import DescriptionCache
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from weightd_protocol.messages.channels import (
+    OVERDRAWN,
     AddChannel,
     AllowRequests,
     AnswerDropped,
@@ -353,7 +354,7 @@ class DirectChannels:
         _, request_id, number, _, _ = channel.reader.read(packet)
         refusal = session.on_request(pulled, number, len(packet), now)
         self._hand_over(channel, request_id, number, packet, refusal)
-        self._on_released(session.release(pulled.serial, messages.OVERDRAWN))
+        self._on_released(session.release(pulled.serial, OVERDRAWN))
 
     def _hand_over(self, channel: WorkerChannel, request_id: str, number: int, packet: bytes, reason: str) -> None:
         """Send a request that has not run to the daemon."""

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Sequence,
 
 import numpy as np
 
-from weightd_common.channels.messages import EXPIRED, FOREIGN, ORDERED, OVERDRAWN
 from weightd_common.channels.pages import (
     BASE,
     BYTE_LIMIT,
@@ -47,6 +46,7 @@ from weightd_common.channels.pages import (
     Layout,
     Page,
 )
+from weightd_protocol.messages.channels import EXPIRED, FOREIGN, ORDERED, OVERDRAWN
 
 if TYPE_CHECKING:
     from weightd_common.channels.pages import Reals

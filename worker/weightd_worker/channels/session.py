@@ -22,8 +22,9 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence
 
-from weightd_common.channels.messages import ENDED, FOREIGN, ORDERED, AddChannel, AnswerDropped, HandedOver, Released
+from weightd_common.channels.messages import AddChannel, AnswerDropped, HandedOver, Released
 from weightd_common.channels.pages import GENERATION, RETURNED, SERIAL, TENANT, Layout, Page
+from weightd_protocol.messages.channels import ENDED, FOREIGN, ORDERED
 from weightd_worker.channels.pull_scheduler import PulledChannel, PullScheduler
 from weightd_worker.channels.row import Row
 
